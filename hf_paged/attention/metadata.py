@@ -1,49 +1,18 @@
 """What an attention call over paged KV needs to know, and nothing about who asks.
 
 ``AttentionMetadata`` is the same for every layer of one forward; ``AttentionParams`` belongs to one layer's call;
-``LayerKV`` is that layer's storage. Backends take the three and know no models, caches or requests.
+``LayerKV`` (from the cache layer) is its storage. Backends take the three and know no models, caches or requests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from hf_paged.cache.pool import LayerKV, LayerSpec
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one layer stores per token, and what it will be asked to do with it.
-
-    ``head_dim`` is the width of a key (and query) head, ``v_head_dim`` that of a value head; they differ in MLA.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
-
-
-@dataclass
-class LayerKV:
-    """Paged storage of one layer. The layout of ``k`` and ``v`` is known only to the backend that allocated them.
-
-    Tensors are reserved once and stay at their address. On CPU, untouched pages cost no memory.
-    """
-
-    spec: LayerSpec
-    num_blocks: int
-    block_size: int
-    k: torch.Tensor
-    v: torch.Tensor
-    backend: str
-    #: free space for the backend: cached pointers, strides
-    aux: dict[str, object] = field(default_factory=dict)
+__all__ = ["AttentionMetadata", "AttentionParams", "LayerKV", "LayerSpec"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""What users can set, checked when it is set. No tensors, no models.
+
+``CacheConfig`` is what ``generate(cache_config={...})``, ``register(...)`` and ``PagedCache(...)`` take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_paged.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+def parse_size(value: int | str, *, name: str = "memory") -> int:
+    """Bytes meant by ``value``: an int, or text such as ``"512MiB"``, ``"2 GB"``, ``"1.5g"``.
+
+    Raises ConfigError when it is not a size or not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{name}={value!r} is not a size; give bytes as an int or text such as '2GiB'")
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value)
+        if found is None:
+            raise ConfigError(f"{name}={value!r} is not a size; give bytes as an int or text such as '512MiB' or '2GiB'")
+        size = int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+    else:
+        size = value
+    if size <= 0:
+        raise ConfigError(f"{name}={value!r} must be more than 0 bytes")
+    return size
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Settings of one paged KV cache.
+
+    Attributes:
+        block_size: tokens per block. 16 suits every native kernel; others fall back to the reference kernel.
+        memory: bytes reserved for keys and values, e.g. ``"2GiB"``; None picks half of what is free. On CPU the
+            reservation costs nothing until blocks are used.
+        num_blocks: usable blocks, instead of ``memory``.
+        prefix_caching: reuse the keys and values of prompts seen before (only under ``register()``).
+        prefix_memory: bytes that prefixes nobody is using may keep; None means all of an explicit ``memory`` or
+            ``num_blocks``, else at most 1 GiB. Prefixes give way to running requests in any case.
+        attention_backend: "auto", the name of a backend ("cpu", "torch"), or "gather" for the model's own
+            attention on gathered keys and values, bit-identical to the default cache.
+        salt: any text; prefixes are shared only among calls with the same salt.
+    """
+
+    block_size: int = 16
+    memory: int | str | None = None
+    num_blocks: int | None = None
+    prefix_caching: bool = True
+    prefix_memory: int | str | None = None
+    attention_backend: str = "auto"
+    salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.block_size) or not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"block_size={self.block_size!r} must be an int from 1 to 1024 (16 is a good choice)")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_size(self.memory))
+        if self.prefix_memory is not None and self.prefix_memory != 0:
+            object.__setattr__(self, "prefix_memory", parse_size(self.prefix_memory, name="prefix_memory"))
+        if self.num_blocks is not None:
+            if not _is_int(self.num_blocks) or self.num_blocks < 1:
+                raise ConfigError(f"num_blocks={self.num_blocks!r} must be an int of at least 1")
+            if self.memory is not None:
+                raise ConfigError("give memory or num_blocks, not both: each alone fixes the size of the pool")
+        if not isinstance(self.prefix_caching, bool):
+            raise ConfigError(f"prefix_caching={self.prefix_caching!r} must be True or False")
+        if not isinstance(self.attention_backend, str):
+            raise ConfigError(f"attention_backend={self.attention_backend!r} must be text, such as 'auto'")
+        if self.salt is not None and not isinstance(self.salt, str):
+            raise ConfigError(f"salt={self.salt!r} must be text")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | CacheConfig | None, base: CacheConfig | None = None) -> CacheConfig:
+        """``base`` (default: the defaults) with ``values`` on top. Unknown keys are an error that names the known ones."""
+        if isinstance(values, CacheConfig):
+            return values
+        base = base or cls()
+        if not values:
+            return base
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"cache_config must be a dict or a CacheConfig, not {type(values).__name__}")
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"unknown cache_config key {key!r}{hint} Known keys: {', '.join(known)}")
+        overrides = dict(values)
+        # memory and num_blocks exclude each other; the one given last decides
+        if "num_blocks" in overrides:
+            overrides.setdefault("memory", None)
+        elif "memory" in overrides:
+            overrides.setdefault("num_blocks", None)
+        return dataclasses.replace(base, **overrides)
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """What must be equal for two calls to share one pool."""
+        return (self.block_size, self.memory, self.num_blocks, self.prefix_memory, self.attention_backend)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
