@@ -1,0 +1,103 @@
+"""Vocabulary of the cache: block ids, the null block, copies, and the list of free blocks.
+
+This module owns the free list's links and nothing else. It refuses to know who holds a block or what is stored in
+it; reference counts live in ``block_pool``. Called by every other module of ``hf_paged.cache``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hf_paged.errors import InternalError
+
+#: Never handed out: padding rows of a forward may point at it and write garbage into it.
+NULL_BLOCK = 0
+
+
+class BlockCopy(NamedTuple):
+    """Copy the whole physical block ``src`` over ``dst``, in every layer of the group, before the step writes."""
+
+    src: int
+    dst: int
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks needed to hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
+
+
+class FreeList:
+    """Doubly linked list over block ids ``1..num_blocks-1``, links kept in two lists indexed by id.
+
+    Taking from the front, returning to the front and taking one given id out of the middle are all O(1). A fresh
+    list is in ascending order, so a small workload only ever touches the low end of the pool's memory; a returned
+    block is the next one out, because its pages are already resident and likely still in a CPU cache.
+    """
+
+    __slots__ = ("_next", "_prev", "num_blocks", "size")
+
+    #: value of a link that belongs to a block outside the list
+    _OUT = -1
+
+    def __init__(self, num_blocks: int) -> None:
+        # Id 0 is the null block, so its links are free to serve as the head: the list is circular through it.
+        self.num_blocks = num_blocks
+        self.size = num_blocks - 1
+        self._next = [*range(1, num_blocks), 0]
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+
+    def __contains__(self, block: int) -> bool:
+        return 0 < block < self.num_blocks and self._next[block] != self._OUT
+
+    def pop(self, n: int) -> list[int]:
+        """Take the first ``n`` blocks. Raises InternalError when there are fewer."""
+        if n > self.size:
+            raise InternalError(f"{n} blocks taken from a free list of {self.size}")
+        nxt, prev = self._next, self._prev
+        taken: list[int] = []
+        block = nxt[0]
+        for _ in range(n):
+            taken.append(block)
+            following = nxt[block]
+            nxt[block] = prev[block] = self._OUT
+            block = following
+        nxt[0] = block
+        prev[block] = 0
+        self.size -= n
+        return taken
+
+    def remove(self, block: int) -> None:
+        """Take one given block. Raises InternalError when it is not in the list."""
+        if block not in self:
+            raise InternalError(f"block {block} is not free")
+        nxt, prev = self._next, self._prev
+        before, after = prev[block], nxt[block]
+        nxt[before] = after
+        prev[after] = before
+        nxt[block] = prev[block] = self._OUT
+        self.size -= 1
+
+    def push(self, block: int) -> None:
+        """Return a block to the front. Raises InternalError on the null block, a foreign id and a double free."""
+        if not 0 < block < self.num_blocks or self._next[block] != self._OUT:
+            raise InternalError(f"block {block} cannot become free: it is the null block, foreign, or free already")
+        nxt, prev = self._next, self._prev
+        first = nxt[0]
+        nxt[block] = first
+        prev[block] = 0
+        prev[first] = block
+        nxt[0] = block
+        self.size += 1
+
+    def to_list(self) -> list[int]:
+        """The free ids, front first. Raises InternalError when the links are inconsistent. O(size)."""
+        ids: list[int] = []
+        previous, block = 0, self._next[0]
+        while block != 0:
+            if self._prev[block] != previous or len(ids) > self.size:
+                raise InternalError(f"free list broken at block {block}: prev is {self._prev[block]}, not {previous}")
+            ids.append(block)
+            previous, block = block, self._next[block]
+        if self._prev[0] != previous or len(ids) != self.size:
+            raise InternalError(f"free list holds {len(ids)} blocks, its size says {self.size}")
+        return ids
