@@ -1,0 +1,60 @@
+"""Paged, shared KV blocks for stock Hugging Face transformers models.
+
+The public names and nothing else; each is imported when first used, so that ``import hf_paged`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_paged.config import CacheConfig as CacheConfig
+    from hf_paged.errors import ConfigError as ConfigError
+    from hf_paged.errors import HfPagedError as HfPagedError
+    from hf_paged.errors import InternalError as InternalError
+    from hf_paged.errors import InvalidRequestError as InvalidRequestError
+    from hf_paged.errors import OutOfBlocksError as OutOfBlocksError
+    from hf_paged.errors import UnsupportedError as UnsupportedError
+    from hf_paged.generation import PagedCache as PagedCache
+    from hf_paged.generation import cache_stats as cache_stats
+    from hf_paged.generation import clear as clear
+    from hf_paged.generation import register as register
+    from hf_paged.generation import unregister as unregister
+    from hf_paged.generation import weights_changed as weights_changed
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CacheConfig": "hf_paged.config",
+    "ConfigError": "hf_paged.errors",
+    "HfPagedError": "hf_paged.errors",
+    "InternalError": "hf_paged.errors",
+    "InvalidRequestError": "hf_paged.errors",
+    "OutOfBlocksError": "hf_paged.errors",
+    "UnsupportedError": "hf_paged.errors",
+    "PagedCache": "hf_paged.generation",
+    "cache_stats": "hf_paged.generation",
+    "clear": "hf_paged.generation",
+    "register": "hf_paged.generation",
+    "unregister": "hf_paged.generation",
+    "weights_changed": "hf_paged.generation",
+}
+
+__all__ = [  # noqa: PLE0604 - the names are resolved by __getattr__
+    "__version__",
+    *_HOME,
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
