@@ -1,0 +1,362 @@
+"""Paged stand-ins for transformers' dynamic cache layers, and the tag that leads a stock attention call to its blocks.
+
+A layer owns its storage handle and its column count. It asks ``BatchState`` where things go, and an attention backend
+to put them there and to attend. It never touches block tables.
+
+Native or gathered? In a *native* forward ``update()`` returns only the new keys, tagged; the attention dispatcher finds
+the tag (the layer itself) and calls :meth:`PagedLayer.attend`, which reads everything else through the block tables. In a *gathered* forward
+``update()`` returns what the stock layer would have returned, and the stock attention runs unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged import compat
+from hf_paged.attention.interface import TAG, AttentionFn
+from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
+from hf_paged.errors import InternalError, UnsupportedError
+from hf_paged.generation.shared import Profile
+from hf_paged.generation.state import BatchState
+
+#: arguments of an attention call that change nothing a kernel has to know
+_HARMLESS = frozenset(
+    {
+        "position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "sliding_window", "softcap",
+        "s_aux", "dropout", "scaling", "labels", "num_items_in_batch", "logits_to_keep", "cache", "past_key_values",
+        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "deterministic",
+    }
+)  # fmt: skip
+
+
+class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
+    """A full-attention layer whose keys and values live in blocks.
+
+    Shapes are stock's: ``update`` takes ``[batch, kv_heads, width, head_dim]`` and returns such tensors.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(
+        self, state: BatchState, layer_idx: int, profile: Profile, *, window: int | None = None, chunk: int | None = None
+    ) -> None:
+        self.state = state
+        self.layer_idx = layer_idx
+        self.profile = profile
+        self.window, self.chunk = window, chunk
+        self.is_initialized = False
+        self.length = 0
+        self.kv: LayerKV | None = None
+        self._call: tuple[Any, ...] | None = None
+        self._params: AttentionParams | None = None
+        self._spec: tuple[Any, ...] | None = None
+        #: a native update whose attention has not been seen yet
+        self.unattended = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(columns={self.length})"
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        _, kv_heads, _, head_dim = key_states.shape
+        spec = LayerSpec(kv_heads, head_dim, value_states.shape[-1], key_states.dtype, key_states.device)
+        joined = self.state.shared.join(self.layer_idx, spec)
+        if joined is None:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} stores {spec.num_kv_heads} heads of {spec.head_dim}/{spec.v_head_dim} in "
+                f"{spec.dtype} on {spec.device} here, but other calls that share this pool stored something else. "
+                "Call hf_paged.clear(model) after changing a model's dtype, device or heads."
+            )
+        self.kv, self.backend = joined
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self._spec = (kv_heads, head_dim, key_states.dtype, key_states.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_compiling():
+            return self._update_uncompiled(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kv is None:
+            self.lazy_initialization(key_states, value_states)
+        kv, state = self.kv, self.state
+        assert kv is not None
+        batch, kv_heads, width, head_dim = key_states.shape
+        if (kv_heads, head_dim, key_states.dtype, key_states.device) != self._spec:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} holds {self._spec}, the new keys are {kv_heads} heads of {head_dim} in "
+                f"{key_states.dtype} on {key_states.device}: one cache cannot mix them (autocast toggled?)"
+            )
+        if self.unattended:
+            raise InternalError(
+                f"layer {self.layer_idx}: the model read the keys of the previous step without calling its attention "
+                "interface, so that step was wrong. Use cache_config={'attention_backend': 'gather'} and report the model."
+            )
+        start = self.length
+        plan = state.plan_for(start, width, batch)
+        slots = plan.slot_mapping(key_states.device)
+        with torch.no_grad():
+            if width == 1:
+                self.backend.write(kv, key_states[:, :, 0], value_states[:, :, 0], slots)
+            else:
+                self.backend.write(kv, _packed(key_states), _packed(value_states), slots)
+        self.length = start + width
+        if plan.native:
+            self.unattended = True
+            keys = key_states.view_as(key_states)
+            setattr(keys, TAG, self)
+            return keys, value_states
+        keys, values = self.gathered(key_states, value_states)
+        if self.layer_idx not in self.profile.obstacles:
+            keys = keys.view_as(keys)
+            setattr(keys, TAG, self)
+        return keys, values
+
+    _update_uncompiled = torch.compiler.disable(_update)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _first_column(self, before: int) -> int:
+        """First column whose keys a query after column ``before`` may need; what ``get_mask_sizes`` advertises."""
+        return 0
+
+    def gathered(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the stock layer returns for the update that just wrote these states: past and new, by column.
+
+        Padding columns come back as zeros: the stock mask hides them, and they weigh exactly nothing.
+        """
+        before = self.length - key_states.shape[-2]
+        first = self._first_column(before)
+        if before == first:
+            return key_states.contiguous(), value_states.contiguous()
+        past_k, past_v = self.columns(first, before)
+        return torch.cat([past_k, key_states], dim=-2), torch.cat([past_v, value_states], dim=-2)
+
+    def columns(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of columns ``start : end`` as ``[batch, kv_heads, end - start, width]``."""
+        assert self.kv is not None
+        slots = self.state.slots(start, end)
+        batch, count = slots.shape
+        with torch.no_grad():
+            k, v = self.backend.gather(self.kv, torch.from_numpy(slots.reshape(-1)).to(self.device))
+        return (
+            k.view(batch, count, *k.shape[1:]).transpose(1, 2).contiguous(),
+            v.view(batch, count, *v.shape[1:]).transpose(1, 2).contiguous(),
+        )
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Keys by column, gathered on each access: ``[batch, kv_heads, columns, head_dim]``, zeros where padding is."""
+        return self.columns(0, self.length)[0] if self.kv is not None and self.length else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Values by column, gathered on each access: ``[batch, kv_heads, columns, v_head_dim]``."""
+        return self.columns(0, self.length)[1] if self.kv is not None and self.length else None
+
+    def twin(self, state: BatchState) -> PagedLayer:
+        """The same layer over a forked state."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.state = state
+        return other
+
+    # -- what transformers asks ----------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = self._first_column(self.length)
+        return self.length + query_length - first, first
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # the name that transformers before 5.20 also uses
+        return -1
+
+    # -- per-layer edits; PagedCache does the whole-cache versions in one go --------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give a negative number of tokens to remove, as transformers 5 does"
+            )
+        self.length = max(self.length + tokens_to_remove, 0)
+        self.unattended = False
+        self.state.truncate(self.length)
+
+    def reset(self) -> None:
+        self.length, self.unattended = 0, False
+        self.state.truncate(0)
+
+    def _whole_cache_only(self, *_: Any) -> None:
+        raise UnsupportedError("the rows of a PagedCache are shared by its layers: call the method on the cache itself")
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only
+    offload = prefetch = _whole_cache_only
+
+    # -- native attention ----------------------------------------------------------------------------------------
+
+    def obstacle(self, impl: str | None, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+        """None when a kernel computes what this call of the stock attention would, else why not."""
+        if impl is None:
+            return "attention was called with positional options"
+        if kwargs.get("position_bias") is not None:
+            return "the model adds a relative position bias"
+        if kwargs.get("dropout"):
+            return "attention dropout is on"
+        causal = kwargs.get("is_causal")
+        if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
+            return "attention is not causal"
+        window = kwargs.get("sliding_window")
+        if self.chunk is None and window != self.window:
+            return f"the call names the sliding window {window}, the cache layer {self.window}"
+        if kwargs.get("softcap") is not None and impl == "sdpa":
+            return "sdpa does not apply the softcap"
+        for name, value in kwargs.items():
+            if name not in _HARMLESS and value is not None and not isinstance(value, bool | str):
+                return f"attention takes {name}, whose meaning is not known here"
+        assert self.kv is not None
+        return self.backend.unsupported_call(self.kv.spec, self.params(module, query, kwargs))
+
+    def params(self, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionParams:
+        scaling = kwargs.get("scaling")
+        if scaling is None:
+            scaling = getattr(module, "scaling", None)
+        if scaling is None:
+            scaling = query.shape[-1] ** -0.5
+        return AttentionParams(
+            scaling=float(scaling),
+            sliding_window=None if self.chunk is not None else self.window,
+            softcap=kwargs.get("softcap"),
+            chunk_size=self.chunk,
+            sinks=kwargs.get("s_aux"),
+        )
+
+    def stock_mask(self, impl: str | None, query: torch.Tensor) -> torch.Tensor:
+        """The mask stock would have built for the columns ``gathered`` returns: ``[batch, 1, width, columns]``,
+        bool for sdpa, additive otherwise. For the rare call that turns out not to be native after its mask was skipped."""
+        width, device = query.shape[2], query.device
+        before = self.length - width
+        k = torch.arange(self._first_column(before), self.length, device=device)[None, None, None, :]
+        q = torch.arange(before, self.length, device=device)[None, None, :, None]
+        pads = torch.from_numpy(self.state.pads_np).to(device)[:, None, None, None]
+        seen = (k <= q) & (k >= pads)
+        if self.chunk is not None:
+            seen &= (k - pads) // self.chunk == (q - pads) // self.chunk
+        elif self.window is not None:
+            seen &= k > q - self.window
+        if impl == "sdpa":
+            return seen
+        hidden = torch.tensor(torch.finfo(query.dtype).min, dtype=query.dtype, device=device)
+        return torch.where(seen, torch.zeros((), dtype=query.dtype, device=device), hidden)
+
+    # -- called by the attention dispatcher, through the tag on the keys -------------------------------------------
+
+    def attend(
+        self,
+        impl: str | None,
+        stock: AttentionFn,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if torch.compiler.is_compiling():
+            return self._attend_uncompiled(impl, stock, module, query, key, value, attention_mask, kwargs)
+        return self._attend(impl, stock, module, query, key, value, attention_mask, kwargs)
+
+    def _attend(
+        self,
+        impl: str | None,
+        stock: AttentionFn,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        plan = self.state.plan
+        if plan is None or not plan.native:
+            self.profile.record(self.layer_idx, self.obstacle(impl, module, query, kwargs))
+            return stock(module, query, key, value, attention_mask, **kwargs)
+        self.unattended = False
+        obstacle = self.obstacle(impl, module, query, kwargs)
+        if self.layer_idx not in self.profile.obstacles:
+            self.profile.record(self.layer_idx, obstacle)
+        if (
+            attention_mask is not None
+            or query.shape[2] != plan.width
+            or (query.requires_grad and torch.is_grad_enabled())
+            or (impl == "eager" and _wants_weights(module, kwargs))
+            or obstacle is not None
+        ):
+            keys, values = self.gathered(key, value)
+            mask = attention_mask if attention_mask is not None else self.stock_mask(impl, query)
+            return stock(module, query, keys, values, mask, **kwargs)
+        call = (kwargs.get("scaling"), kwargs.get("softcap"), id(kwargs.get("s_aux")), module)
+        if call != self._call or self._params is None:
+            self._call, self._params = call, self.params(module, query, kwargs)
+        batch, heads, width, _ = query.shape
+        packed = query[:, :, 0] if width == 1 else _packed(query)
+        assert self.kv is not None
+        with torch.no_grad():
+            out = self.backend.attend(packed, self.kv, plan.metadata(query.device), self._params)
+        return out.view(batch, width, heads, -1), None
+
+    _attend_uncompiled = torch.compiler.disable(_attend)
+
+
+class PagedSlidingLayer(PagedLayer):
+    """A sliding-window or chunked layer. Blocks keep every token; reads are confined to the window."""
+
+    is_sliding = True
+
+    def __init__(self, state: BatchState, layer_idx: int, profile: Profile, *, sliding_window: int, chunked: bool) -> None:
+        super().__init__(
+            state, layer_idx, profile, window=None if chunked else sliding_window, chunk=sliding_window if chunked else None
+        )
+        self.sliding_window = sliding_window
+        self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
+        self.record_past = False
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: every token is kept, so any crop can be undone."""
+
+    @property
+    def cumulative_length(self) -> int:
+        return self.length
+
+    def _first_column(self, before: int) -> int:
+        return max(before - self.sliding_window + 1, 0)
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    def get_max_cache_shape(self) -> int:
+        return self.sliding_window
+
+
+def _packed(states: torch.Tensor) -> torch.Tensor:
+    """``[batch, heads, width, dim]`` as ``[batch * width, heads, dim]``, a view where strides allow."""
+    batch, heads, width, dim = states.shape
+    return states.transpose(1, 2).reshape(batch * width, heads, dim)
+
+
+def _wants_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("output_attentions")
+    return bool(asked if asked is not None else getattr(getattr(module, "config", None), "output_attentions", False))
+

@@ -1,0 +1,163 @@
+"""Does a model still compute what it computed when a prefix was cached?
+
+``WeightsWatch`` turns everything that may change the keys and values of a prompt into a hashable namespace: parameter
+and buffer identities and versions, a checksum of their bytes, adapters, the attention implementation, autocast. It
+knows no caches. Why so much: fused optimizers and ``.data`` writes do not move ``_version``, ``load_state_dict(assign=
+True)`` moves only pointers, adapters change neither.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+#: models up to this size are checksummed in full; larger ones by samples, unless they are on a GPU
+_FULL_BYTES = 2 << 30
+#: bytes sampled from each tensor of a larger model, in chunks spread evenly
+_SAMPLE_BYTES = 1 << 16
+_SAMPLE_CHUNK = 1 << 10
+
+
+class WeightsWatch:
+    """The weights epoch of one model: a number that grows whenever its weights may have changed."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._seen: tuple[Any, ...] | None = None
+        self._ids: frozenset[int] = frozenset()
+        self._stepped = False
+
+    def changed(self) -> None:
+        """Start a new epoch whatever the tensors say."""
+        self.epoch += 1
+        self._seen = None
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after any optimizer's step; matters when it owns one of this model's parameters."""
+        if any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            self._stepped = True
+
+    def observe(self, model: torch.nn.Module) -> int:
+        """Compare the model with the last call and return its epoch."""
+        tensors = [*model.parameters(), *model.buffers()]
+        seen = (quick_signature(tensors), checksum(tensors))
+        if self._stepped or seen != self._seen:
+            self.epoch += 1
+            self._seen, self._stepped = seen, False
+            self._ids = frozenset(id(t) for t in tensors)
+        return self.epoch
+
+    def unchanged_since_observed(self, model: torch.nn.Module) -> bool:
+        """Cheap second look: versions, addresses and optimizer steps, without reading the weights again."""
+        if self._stepped or self._seen is None:
+            return False
+        return quick_signature([*model.parameters(), *model.buffers()]) == self._seen[0]
+
+
+def quick_signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Addresses and in-place versions. Inference tensors have no version; their bytes are still checksummed."""
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for t in tensors)
+
+
+def checksum(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """A checksum per tensor: of every byte up to 2 GiB in all (and always on a GPU), else of samples of each."""
+    total = sum(t.nbytes for t in tensors)
+    sums = []
+    for t in tensors:
+        t = t.detach()
+        if t.device.type == "meta" or t.numel() == 0 or t.layout != torch.strided:
+            continue
+        if not t.is_contiguous():
+            t = t.contiguous()
+        data = t.reshape(-1).view(torch.uint8)
+        if total > _FULL_BYTES and t.device.type == "cpu" and data.numel() > _SAMPLE_BYTES:
+            step = data.numel() // (_SAMPLE_BYTES // _SAMPLE_CHUNK)
+            data = data.as_strided((_SAMPLE_BYTES // _SAMPLE_CHUNK, _SAMPLE_CHUNK), (step, 1)).reshape(-1)
+        sums.append(_sum_bytes(data))
+    return tuple(sums)
+
+
+def _sum_bytes(data: torch.Tensor) -> int:
+    if data.device.type == "cpu":
+        from hf_paged.kernels import cpu
+
+        native = cpu.checksum(data) if hasattr(cpu, "checksum") else None  # TEMPORARY
+        if native is not None:
+            return native
+    head = data[: data.numel() // 4 * 4].view(torch.int32) if data.data_ptr() % 4 == 0 else data
+    # Two different linear forms, so that a change that cancels in one (a sign flip, a swap) shows in the other.
+    weights = torch.arange(1, 1 + 4096, device=data.device, dtype=torch.int64)
+    whole = head.numel() // 4096 * 4096
+    columns = head[:whole].view(-1, 4096).sum(0, dtype=torch.int64) if whole else torch.zeros_like(weights)
+    rest = head[whole:].to(torch.int64)
+    rows = head[:whole].view(-1, 4096).sum(1, dtype=torch.int64) if whole else rest[:0]
+    order = torch.arange(1, rows.numel() + 1, device=data.device, dtype=torch.int64)
+    first = int((columns * weights).sum() + (rest * weights[: rest.numel()]).sum())
+    second = int((rows * order).sum()) ^ int(data[-4:].to(torch.int64).sum())
+    return hash((first, second))
+
+
+def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
+    """What besides weights decides the keys and values: adapters, attention implementation, autocast.
+
+    None when nobody can tell: the model is in training mode (dropout), or carries forward hooks of the user's.
+    """
+    if model.training:
+        return None
+    adapters: list[Any] = []
+    for name, module in model.named_modules():
+        own = module.__dict__
+        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+            if any(not _is_harmless(hook) for hook in hooks.values()):
+                return None
+        if "_active_adapter" in own or "merged_adapters" in own:
+            adapters.append(
+                (
+                    name,
+                    _frozen(own.get("_active_adapter")),
+                    bool(own.get("_disable_adapters", False)),
+                    _frozen(own.get("merged_adapters")),
+                    _frozen(own.get("scaling")),
+                )
+            )
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return (("adapters", tuple(adapters)), ("autocast", str(autocast)), ("attention", str(implementation)))
+
+
+def _is_harmless(hook: Any) -> bool:
+    """transformers' own hooks record outputs and change nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(sorted((str(k), repr(v)) for k, v in value.items()))
+    if isinstance(value, list | tuple | set):
+        return tuple(str(v) for v in value)
+    return str(value)
+
+
+class OptimizerHook:
+    """One process-wide hook after every optimizer step, telling the watches that are alive."""
+
+    def __init__(self) -> None:
+        self.watches: weakref.WeakSet[WeightsWatch] = weakref.WeakSet()
+        self._handle: Any = None
+
+    def install(self) -> None:
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in list(self.watches):
+            watch.optimizer_stepped(optimizer)
