@@ -1,0 +1,59 @@
+"""The commands: what they are called, what they take, and what exit status they end with.
+
+Each is a thin shell: it imports the part that does the work when it runs, and prints what that part returns.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="hf-paged",
+    help="Paged, shared KV blocks for stock Hugging Face transformers models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        from hf_paged import __version__
+
+        typer.echo(f"hf-paged {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """What is in use here, what is missing and how to get it. Exit status 0 when hf_paged can be used."""
+    from hf_paged import doctor
+    from hf_paged.cli import show_doctor
+
+    report = doctor.examine()
+    show_doctor.as_json(report) if json else show_doctor.as_tables(report)
+    raise typer.Exit(0 if report.usable else 1)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="A model id, a folder, or 'demo' for the bundled SmolLM2-135M.")] = "demo",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and shorter answers.")] = False,
+) -> None:
+    """Show paged generate() beside stock generate(). Exit status 1 if any token differs."""
+    from hf_paged.cli import show_demo
+    from hf_paged.demo import Settings
+    from hf_paged.errors import HfPagedError
+
+    try:
+        settings = Settings(model=model, dtype=dtype, max_new_tokens=max_new_tokens, quick=quick)
+        identical = show_demo.run(settings)
+    except HfPagedError as error:
+        typer.echo(f"hf-paged demo: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if identical else 1)
