@@ -49,7 +49,7 @@ test-all: lint .venv/.stamp-test
 test-versions: .venv/.stamp-test $(VERSIONS:%=.versions/%/.stamp)
 	@set -e; for version in $(VERSIONS); do \
 		echo "== smoke subset on transformers $$version"; \
-		PYTHONPATH=.versions/$$version $(PYTEST) -q -m "versions and not slow" tests; \
+		PYTHONPATH=$(CURDIR)/.versions/$$version $(PYTEST) -q -m "versions and not slow" tests; \
 	done
 
 lint: .venv/.stamp-test

@@ -41,7 +41,7 @@ _HOME = {
     "weights_changed": "hf_paged.generation",
 }
 
-__all__ = [  # noqa: PLE0604 - the names are resolved by __getattr__
+__all__ = [
     "__version__",
     *_HOME,
 ]
