@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from hf_paged.cache import invariants
 from hf_paged.cache.block import BlockCopy, num_blocks_for
@@ -19,57 +17,9 @@ from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.eviction import LRU, EvictionPolicy
 from hf_paged.cache.radix_tree import Namespace, RadixTree
+from hf_paged.cache.records import CacheStats, PrefixMatch, as_token_array, check_namespace
 from hf_paged.cache.specs import FULL_GROUP, FullAttentionSpec, LayerGroup
 from hf_paged.errors import ConfigError, InternalError, InvalidRequestError, OutOfBlocksError
-
-
-@dataclass(frozen=True, eq=False)
-class PrefixMatch:
-    """A stored prefix, pinned until it is adopted, released or garbage-collected.
-
-    Attributes:
-        num_tokens: length of the prefix in tokens.
-        blocks: physical ids that hold it, logical index 0 first; the last one may hold more than the prefix.
-        namespace: where it was found.
-    """
-
-    num_tokens: int
-    blocks: tuple[int, ...]
-    namespace: Namespace
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Blocks now, and events since the manager was made. free + evictable + owned == num_blocks - 1.
-
-    Attributes:
-        num_blocks, block_size: size of the pool (null block included) and tokens a block.
-        free_blocks: hold nothing.
-        cached_blocks: in the tree, whether or not a sequence uses them too.
-        evictable_blocks: in the tree and nowhere else.
-        owned_blocks: in use by a table, a pinned match or a lock.
-        num_nodes, num_namespaces, num_tables: sizes of the books.
-        min_reusable_prefix: shortest common prefix, in tokens, that is reused; 0 without prefix caching.
-        queries, lookup_tokens, hit_tokens: recorded matches, tokens that could have been hit, tokens that were.
-        evicted_blocks: freed by eviction (for space or for max_cached_blocks).
-        cow_copies: blocks copied because a sequence wrote into shared ones.
-    """
-
-    num_blocks: int
-    block_size: int
-    free_blocks: int
-    cached_blocks: int
-    evictable_blocks: int
-    owned_blocks: int
-    num_nodes: int
-    num_namespaces: int
-    num_tables: int
-    min_reusable_prefix: int
-    queries: int
-    lookup_tokens: int
-    hit_tokens: int
-    evicted_blocks: int
-    cow_copies: int
 
 
 class KVCacheManager:
@@ -130,10 +80,10 @@ class KVCacheManager:
                 computed, or there are no logits.
             record: count the query in ``stats()``; pass False when only probing.
         """
-        _check_namespace(namespace)
+        check_namespace(namespace)
         if max_tokens is not None and max_tokens < 0:
             raise InvalidRequestError(f"max_tokens is {max_tokens}: a match cannot be shorter than 0 tokens")
-        key = _as_array(tokens if max_tokens is None else tokens[:max_tokens])
+        key = as_token_array(tokens if max_tokens is None else tokens[:max_tokens])
         with self.lock:
             self._reap()
             num_tokens, blocks, _ = self._tree.match(namespace, key)
@@ -188,7 +138,7 @@ class KVCacheManager:
             InvalidRequestError: more tokens than the table has.
             InternalError: the table's content belongs to another namespace, or the table was freed.
         """
-        _check_namespace(namespace)
+        check_namespace(namespace)
         if not self.prefix_caching:
             return 0
         with self.lock:
@@ -198,7 +148,7 @@ class KVCacheManager:
                 raise InvalidRequestError(f"{len(tokens)} tokens committed of a table of {table.num_tokens}")
             if table.namespace is not None and table.namespace != namespace:
                 raise InternalError(f"a table with content of {table.namespace} was committed to {namespace}")
-            added = self._tree.insert(namespace, _as_array(tokens), table.blocks)
+            added = self._tree.insert(namespace, as_token_array(tokens), table.blocks)
             if len(tokens):
                 table.namespace = namespace
             self._trim()
@@ -210,7 +160,7 @@ class KVCacheManager:
         Blocks in use by tables and pinned matches stay until these let go.
         """
         if not callable(namespace):
-            _check_namespace(namespace)
+            check_namespace(namespace)
         with self.lock:
             self._reap()
             return self._tree.drop(namespace if callable(namespace) else lambda name: name == namespace)
@@ -229,7 +179,11 @@ class KVCacheManager:
 
     def append(self, table: BlockTable, n: int) -> list[BlockCopy]:
         """``append_many`` for one table."""
-        return self.append_many((table,), (n,))
+        with self.lock:
+            if 0 <= n <= table.write_limit - table.num_tokens:
+                table.num_tokens += n
+                return []
+            return self.append_many((table,), (n,))
 
     def append_many(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> list[BlockCopy]:
         """Make room for ``counts[i]`` more tokens in ``tables[i]``: for all of them, or an error and no change.
@@ -442,24 +396,3 @@ class KVCacheManager:
     def _check_group(self, group: str) -> None:
         if group != FULL_GROUP:
             raise InternalError(f"there is no layer group {group!r}, only {FULL_GROUP!r}")
-
-
-def _check_namespace(namespace: Namespace) -> None:
-    """Refuse anything but a tuple of tagged tuples: an adapter called "x" must never equal a salt "x"."""
-    if type(namespace) is not tuple or not all(
-        isinstance(part, tuple) and len(part) > 1 and isinstance(part[0], str) for part in namespace
-    ):
-        raise ConfigError(f'namespace is {namespace!r}: use tagged tuples such as (("weights", 3), ("salt", "s"))')
-    try:
-        hash(namespace)
-    except TypeError as error:
-        raise ConfigError(f"namespace is {namespace!r}: every part must be hashable") from error
-
-
-def _as_array(tokens: Sequence[int]) -> array[int]:
-    if isinstance(tokens, array) and tokens.typecode == "q":
-        return tokens
-    try:
-        return array("q", tokens)
-    except (TypeError, OverflowError) as error:
-        raise InvalidRequestError(f"token ids must be integers of at most 64 bits: {error}") from error

@@ -1,0 +1,85 @@
+"""What KVCacheManager takes in and hands out, as plain values.
+
+Owns the shape of matches and statistics and the checks of caller-given namespaces and token ids. It refuses to know
+how any of them are computed. Called by the manager; callers of the manager import the types from here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_paged.cache.radix_tree import Namespace
+from hf_paged.errors import ConfigError, InvalidRequestError
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixMatch:
+    """A stored prefix, pinned until it is adopted, released or garbage-collected.
+
+    Attributes:
+        num_tokens: length of the prefix in tokens.
+        blocks: physical ids that hold it, logical index 0 first; the last one may hold more than the prefix.
+        namespace: where it was found.
+    """
+
+    num_tokens: int
+    blocks: tuple[int, ...]
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Blocks now, and events since the manager was made. free + evictable + owned == num_blocks - 1.
+
+    Attributes:
+        num_blocks, block_size: size of the pool (null block included) and tokens a block.
+        free_blocks: hold nothing.
+        cached_blocks: in the tree, whether or not a sequence uses them too.
+        evictable_blocks: in the tree and nowhere else.
+        owned_blocks: in use by a table, a pinned match or a lock.
+        num_nodes, num_namespaces, num_tables: sizes of the books.
+        min_reusable_prefix: shortest common prefix, in tokens, that is reused; 0 without prefix caching.
+        queries, lookup_tokens, hit_tokens: recorded matches, tokens that could have been hit, tokens that were.
+        evicted_blocks: freed by eviction (for space or for max_cached_blocks).
+        cow_copies: blocks copied because a sequence wrote into shared ones.
+    """
+
+    num_blocks: int
+    block_size: int
+    free_blocks: int
+    cached_blocks: int
+    evictable_blocks: int
+    owned_blocks: int
+    num_nodes: int
+    num_namespaces: int
+    num_tables: int
+    min_reusable_prefix: int
+    queries: int
+    lookup_tokens: int
+    hit_tokens: int
+    evicted_blocks: int
+    cow_copies: int
+
+
+def check_namespace(namespace: Namespace) -> None:
+    """Refuse anything but a tuple of tagged tuples: an adapter called "x" must never equal a salt "x"."""
+    if type(namespace) is not tuple or not all(
+        isinstance(part, tuple) and len(part) > 1 and isinstance(part[0], str) for part in namespace
+    ):
+        raise ConfigError(f'namespace is {namespace!r}: use tagged tuples such as (("weights", 3), ("salt", "s"))')
+    try:
+        hash(namespace)
+    except TypeError as error:
+        raise ConfigError(f"namespace is {namespace!r}: every part must be hashable") from error
+
+
+def as_token_array(tokens: Sequence[int]) -> array[int]:
+    """Token ids in the form the tree compares; an ``array("q")`` is used as it is, without a copy."""
+    if isinstance(tokens, array) and tokens.typecode == "q":
+        return tokens
+    try:
+        return array("q", tokens)
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequestError(f"token ids must be integers of at most 64 bits: {error}") from error
