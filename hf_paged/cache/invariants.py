@@ -41,9 +41,10 @@ def check(pool: BlockPool, tree: RadixTree, held: Iterable[Sequence[int]]) -> No
             holds.update(node.blocks)
         for index, block in enumerate(node.blocks, node.start // tree.block_size):
             _check_claim(node, index, block, tree)
-            # Parents come before children, so an earlier holder can only be the parent, whose last block straddles.
+            # Parents come before children. Two nodes share a block only when it straddles from one into the other; a
+            # node between them may hold another copy of the same tokens, stored first by another sequence.
             other = last_holder.get(block)
-            if other is not None and (other is not node.parent or index != node.start // tree.block_size):
+            if other is not None and not _straddles(block, index, other, node, tree):
                 raise InternalError(f"block {block} is in two places: {other!r} and {node!r}")
             last_holder[block] = node
     if num_nodes != tree.num_nodes:
@@ -112,6 +113,17 @@ def _check_node(node: RadixNode, tree: RadixTree) -> None:
     below = sum(child.lock_ref for child in node.children.values())
     if node.lock_ref < below:
         raise InternalError(f"{node!r} has fewer locks than its children together, {below}")
+
+
+def _straddles(block: int, index: int, above: RadixNode, node: RadixNode, tree: RadixTree) -> bool:
+    """Whether ``block``, of logical index ``index`` in ``node``, may also be the last block of ``above``."""
+    first = index * tree.block_size
+    if above.blocks[-1] != block or not first < above.end < first + tree.block_size:
+        return False
+    ancestor = node.parent
+    while ancestor is not None and ancestor is not above and ancestor.start > first:
+        ancestor = ancestor.parent
+    return ancestor is above
 
 
 def _check_claim(node: RadixNode, index: int, block: int, tree: RadixTree) -> None:

@@ -21,6 +21,8 @@ from hf_paged.cache.records import CacheStats, PrefixMatch, as_token_array, chec
 from hf_paged.cache.specs import FULL_GROUP, FullAttentionSpec, LayerGroup
 from hf_paged.errors import ConfigError, InternalError, InvalidRequestError, OutOfBlocksError
 
+__all__ = ["BlockCopy", "BlockTable", "CacheStats", "KVCacheManager", "Namespace", "PrefixMatch"]
+
 
 class KVCacheManager:
     """Block tables for sequences over one pool of blocks, with reuse of stored prefixes at one token's granularity.
