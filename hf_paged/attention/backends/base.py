@@ -57,7 +57,7 @@ class AttentionBackend(ABC):
     def attend(
         self, query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """Attention of ``query [T, Hq, Dk]`` (any strides with a dense last dimension; dtype of the KV) over the blocks.
+        """Attention of ``query [T, Hq, Dk]`` (any strides with a dense last dimension; dtype of the KV) over blocks.
 
         Returns ``[T, Hq, Dv]`` contiguous, in the query's dtype. ``Hq`` is a multiple of the layer's KV heads.
         """

@@ -1,0 +1,1006 @@
+// Attention over paged K and V: one source, compiled once per instruction set (attend_*.cpp), one entry point each.
+//
+// The including file defines HFP_ATTEND, the name of the entry point, and HFP_USE_AMX where the compiler flags allow
+// AMX. Which vector code is used follows from the compiler's own macros.
+//
+// Work is cut into items, and where it is cut depends on one sequence's lengths only: never on its batch mates and
+// never on the number of threads. A sequence therefore gets the same bits in any company.
+//
+//     sequence --> row tiles of about kTileRows (query, head of the KV group) pairs, one KV head at a time
+//              --> for few queries, splits of kSplit keys at multiples of kSplit, merged in order afterwards
+//              --> chunks of kChunk keys: S = Q K^T, running softmax, O = alpha O + P V
+//
+// Inside a tile rows go through in strips of up to kStrip rows, the accumulators of which live in registers.
+
+#include "hfp_abi.h"
+#include "simd.h"
+
+#include <stdlib.h>
+
+#ifdef _OPENMP
+extern "C" int omp_get_thread_num(void);
+#endif
+
+#if defined(__AVX512BF16__)
+#define HFP_BF16_DOT 1
+#else
+#define HFP_BF16_DOT 0
+#endif
+
+namespace {
+
+constexpr int kGroup = 16;    // tokens whose K values share a register
+constexpr int kSplit = 256;   // keys in one split of a decode step
+constexpr int kSplitMaxQueries = 63;
+constexpr int kChunk = 128;   // keys scored at once
+constexpr int kAmxChunk = 256;
+constexpr int kMaxChunk = 256;
+constexpr int kTileRows = 96;
+constexpr int kAmxTileRows = 128;
+constexpr int kAmxStrip = 32;
+constexpr int64_t kSerialBytes = 48 << 10;  // below this much K and V a second thread costs more than it brings
+
+constexpr float kLog2e = 1.4426950408889634f;
+const float kMinusInf = -__builtin_inff();
+
+#if HFP_W == 16
+constexpr int kStrip = 6, kMaxGroups = 4, kMaxCols = 4;
+#elif HFP_W == 8
+constexpr int kStrip = 6, kMaxGroups = 1, kMaxCols = 2;
+#else
+constexpr int kStrip = 2, kMaxGroups = 1, kMaxCols = 2;
+#endif
+
+HFP_INLINE int imin(int a, int b) { return a < b ? a : b; }
+HFP_INLINE int imax(int a, int b) { return a > b ? a : b; }
+HFP_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// ---------------------------------------------------------------------------------------------- element types
+
+// How K and V of a dtype are read. kPaired: 32-bit lanes hold two dimensions (K) or two tokens (V).
+struct F32 {
+    typedef float Query;
+    typedef float Weight;
+    static constexpr bool kPaired = false, kDot = false;
+    static constexpr int kSize = 4, kExpDegree = 5;
+};
+
+struct F16 {
+    typedef float Query;
+    typedef float Weight;
+    static constexpr bool kPaired = false, kDot = false;
+    static constexpr int kSize = 2, kExpDegree = 5;
+};
+
+struct BF16 {
+#if HFP_BF16_DOT
+    typedef uint16_t Query;
+    typedef uint16_t Weight;
+    static constexpr bool kPaired = true, kDot = true;
+    static constexpr int kSize = 2, kExpDegree = 3;
+#else
+    typedef float Query;
+    typedef float Weight;
+    static constexpr bool kPaired = true, kDot = false;
+    static constexpr int kSize = 2, kExpDegree = 5;
+#endif
+};
+
+template <class T>
+HFP_INLINE VF load_plain(const char* p) {
+    if (T::kSize == 4) return load(reinterpret_cast<const float*>(p));
+    return load_f16(p);
+}
+
+template <class T>
+HFP_INLINE void store_out(char* out, int64_t index, float x) {
+    if (T::kSize == 4) {
+        reinterpret_cast<float*>(out)[index] = x;
+    } else if (T::kPaired) {
+        reinterpret_cast<uint16_t*>(out)[index] = float_to_bf16(x);
+    } else {
+        reinterpret_cast<uint16_t*>(out)[index] = float_to_f16(x);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- micro kernels
+
+// S[m][16 g + lane] = sum_d Q[m][d] K[g][d][lane] for M rows and NG groups of 16 keys.
+template <class T, int M, int NG, bool PF>
+void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, const char* const* ahead, int dk, float* s) {
+    constexpr int NV = NG * kGroup / HFP_W, PER = kGroup / HFP_W;
+    VF acc[M][NV];
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = VF{};
+    }
+    const char* kp[NG];
+    HFP_UNROLL for (int g = 0; g < NG; g++) kp[g] = k[g];
+    const int step = T::kPaired ? 2 : 1;
+    for (int d = 0; d < dk; d += step) {
+        constexpr int row_bytes = T::kPaired ? 64 : kGroup * T::kSize;
+        const int64_t row = static_cast<int64_t>(T::kPaired ? d / 2 : d) * row_bytes;
+        if (PF) {
+            HFP_UNROLL for (int g = 0; g < NG; g++) prefetch<false>(ahead[g] + row);
+        }
+#if HFP_BF16_DOT
+        if constexpr (T::kDot) {
+            __m512bh b[NV];
+            HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = (__m512bh)load_int(kp[n] + row);
+            HFP_UNROLL for (int m = 0; m < M; m++) {
+                int32_t pair;
+                memcpy(&pair, q + m * ldq + d, 4);
+                const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+            }
+            continue;
+        }
+#endif
+        if constexpr (T::kPaired && !T::kDot) {
+            VF low[NV], high[NV];
+            HFP_UNROLL for (int n = 0; n < NV; n++) {
+                const VI pair = load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4);
+                low[n] = as_float(pair << 16);
+                high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
+            }
+            HFP_UNROLL for (int m = 0; m < M; m++) {
+                const VF a0 = splat(q[m * ldq + d]), a1 = splat(q[m * ldq + d + 1]);
+                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], fma(a0, low[n], acc[m][n]));
+            }
+        } else if constexpr (!T::kPaired) {
+            VF b[NV];
+            HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(kp[n / PER] + row + (n % PER) * HFP_W * T::kSize);
+            HFP_UNROLL for (int m = 0; m < M; m++) {
+                const VF a = splat(q[m * ldq + d]);
+                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a, b[n], acc[m][n]);
+            }
+        }
+    }
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        HFP_UNROLL for (int n = 0; n < NV; n++) store(s + m * kMaxChunk + n * HFP_W, acc[m][n]);
+    }
+}
+
+// O[m][c0 + lane] = alpha[m] O[m][..] + sum_t P[m][t] V[t][c0 + lane] for M rows and NV vectors of columns.
+template <class T, int M, int NV, bool PF>
+void value_strip(const typename T::Weight* p, const char* const* v, const char* const* ahead, int num_groups, int dvp, int c0,
+                 const float* alpha, bool first, float* o) {
+    VF acc[M][NV];
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        const VF a = splat(alpha[m]);
+        HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = first ? VF{} : a * load(o + m * dvp + n * HFP_W);
+    }
+    constexpr int lane_bytes = T::kPaired ? 4 : T::kSize;
+    const int64_t row_bytes = static_cast<int64_t>(dvp) * lane_bytes;
+    for (int g = 0; g < num_groups; g++) {
+        const char* row = v[g] + static_cast<int64_t>(c0) * lane_bytes;
+        const char* next = PF ? ahead[g] + static_cast<int64_t>(c0) * lane_bytes : nullptr;
+        const typename T::Weight* weight = p + g * kGroup;
+        for (int t = 0; t < kGroup; t += T::kPaired ? 2 : 1, row += row_bytes) {
+            if (PF) {
+                HFP_UNROLL for (int x = 0; x < NV * HFP_W * lane_bytes; x += 64) prefetch<false>(next + x);
+                next += row_bytes;
+            }
+#if HFP_BF16_DOT
+            if constexpr (T::kDot) {
+                __m512bh b[NV];
+                HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = (__m512bh)load_int(row + n * 64);
+                HFP_UNROLL for (int m = 0; m < M; m++) {
+                    int32_t pair;
+                    memcpy(&pair, weight + m * kMaxChunk + t, 4);
+                    const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+                }
+                continue;
+            }
+#endif
+            if constexpr (T::kPaired && !T::kDot) {
+                VF low[NV], high[NV];
+                HFP_UNROLL for (int n = 0; n < NV; n++) {
+                    const VI pair = load_int(row + n * HFP_W * 4);
+                    low[n] = as_float(pair << 16);
+                    high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
+                }
+                HFP_UNROLL for (int m = 0; m < M; m++) {
+                    const VF a0 = splat(weight[m * kMaxChunk + t]), a1 = splat(weight[m * kMaxChunk + t + 1]);
+                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], fma(a0, low[n], acc[m][n]));
+                }
+            } else if constexpr (!T::kPaired) {
+                VF b[NV];
+                HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(row + n * HFP_W * T::kSize);
+                HFP_UNROLL for (int m = 0; m < M; m++) {
+                    const VF a = splat(weight[m * kMaxChunk + t]);
+                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a, b[n], acc[m][n]);
+                }
+            }
+        }
+    }
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        HFP_UNROLL for (int n = 0; n < NV; n++) store(o + m * dvp + n * HFP_W, acc[m][n]);
+    }
+}
+
+template <class T, int M, bool PF>
+void score_rows(const typename T::Query* q, int64_t ldq, const char* const* k, const char* const* ahead, int num_groups, int dk,
+                float* s) {
+    int g = 0;
+    for (; g + kMaxGroups <= num_groups; g += kMaxGroups) {
+        score_strip<T, M, kMaxGroups, PF>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
+    }
+    if (kMaxGroups > 2 && num_groups - g >= 2) {
+        score_strip<T, M, 2, PF>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
+        g += 2;
+    }
+    for (; g < num_groups; g++) score_strip<T, M, 1, PF>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
+}
+
+template <class T, int M, bool PF>
+void value_rows(const typename T::Weight* p, const char* const* v, const char* const* ahead, int num_groups, int dvp,
+                const float* alpha, bool first, float* o) {
+    int c = 0;
+    for (; c + kMaxCols * HFP_W <= dvp; c += kMaxCols * HFP_W) {
+        value_strip<T, M, kMaxCols, PF>(p, v, ahead, num_groups, dvp, c, alpha, first, o + c);
+    }
+    if (kMaxCols > 2 && dvp - c >= 2 * HFP_W) {
+        value_strip<T, M, 2, PF>(p, v, ahead, num_groups, dvp, c, alpha, first, o + c);
+        c += 2 * HFP_W;
+    }
+    for (; c < dvp; c += HFP_W) value_strip<T, M, 1, PF>(p, v, ahead, num_groups, dvp, c, alpha, first, o + c);
+}
+
+#define HFP_FOR_M(m, CALL)                      \
+    switch (m) {                                \
+        case 1: CALL(1); break;                 \
+        case 2: CALL(2); break;                 \
+        case 3: if (kStrip >= 3) CALL((kStrip >= 3 ? 3 : 1)); break; \
+        case 4: if (kStrip >= 4) CALL((kStrip >= 4 ? 4 : 1)); break; \
+        case 5: if (kStrip >= 5) CALL((kStrip >= 5 ? 5 : 1)); break; \
+        default: if (kStrip >= 6) CALL((kStrip >= 6 ? 6 : 1)); break; \
+    }
+
+// ---------------------------------------------------------------------------------------------- softmax of one row
+
+// The mathematics between q.k and the softmax, the same for a whole call.
+struct Scoring {
+    float scaling;
+    float softcap;
+    bool transform;    // scores must be rewritten before they can be compared
+    float multiplier;  // of what is stored in S, to reach base-2 logits
+};
+
+HFP_INLINE Scoring make_scoring(const hfp_attend_args* a) {
+    Scoring sc;
+    sc.scaling = a->params->scaling;
+    sc.softcap = a->params->softcap;
+    sc.transform = sc.softcap > 0 || a->alibi != nullptr || !(sc.scaling > 0);
+    sc.multiplier = sc.transform ? kLog2e : sc.scaling * kLog2e;
+    return sc;
+}
+
+HFP_INLINE void transform_scores(float* s, int n, const Scoring& sc, float slope, int first_key, int position) {
+    const VF scale = splat(sc.scaling);
+    for (int i = 0; i < n; i += HFP_W) {
+        VF x = load(s + i) * scale;
+        if (sc.softcap > 0) x = splat(sc.softcap) * tanhv(x * splat(1.0f / sc.softcap));
+        if (slope != 0) {
+            const VI distance = iota() + splat_int(first_key + i - position);
+            x = fma(splat(slope), __builtin_convertvector(distance, VF), x);
+        }
+        store(s + i, x);
+    }
+}
+
+HFP_INLINE void store_weight(float* p, VF x) { store(p, x); }
+#if HFP_BF16_DOT
+HFP_INLINE void store_weight(uint16_t* p, VF x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
+
+// Turns n scores of keys first_key.. into weights relative to the new running maximum. `sum` is a vector of W partial
+// sums. Keys outside [lo, hi) get weight exactly 0, whatever S holds there. Returns what older weights are worth now.
+template <class T>
+HFP_INLINE float softmax_row(float* s, typename T::Weight* p, int n, int first_key, int lo, int hi, float multiplier, float* running_max,
+                  float* sum) {
+    VF m = splat(kMinusInf);
+    if (lo <= first_key && hi >= first_key + n) {
+        for (int i = 0; i < n; i += HFP_W) m = vmax(load(s + i), m);
+    } else {
+        const VI from = splat_int(lo - first_key), to = splat_int(hi - first_key);
+        for (int i = 0; i < n; i += HFP_W) {
+            const VI key = iota() + splat_int(i);
+            const VI seen = (key >= from) & (key < to);
+            const VF x = seen ? load(s + i) : splat(kMinusInf);
+            store(s + i, x);
+            m = vmax(x, m);
+        }
+    }
+    const float chunk_max = hmax(m) * multiplier;
+    const float old_max = *running_max;
+    const float new_max = chunk_max > old_max ? chunk_max : old_max;
+    const float base = new_max == kMinusInf ? 0.0f : new_max;
+    *running_max = new_max;
+    const VF scale = splat(multiplier), shift = splat(-base);
+    VF total = VF{};
+    for (int i = 0; i < n; i += HFP_W) {
+        const VF w = exp2v<T::kExpDegree>(fma(load(s + i), scale, shift));
+        total += w;
+        store_weight(p + i, w);
+    }
+    const float alpha = new_max == old_max ? 1.0f : exp2v<5>(splat(old_max - base))[0];
+    store(sum, fma(splat(alpha), load(sum), total));
+    return alpha;
+}
+
+// ---------------------------------------------------------------------------------------------- scratch memory
+
+HFP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Grows, is kept by its thread, and is freed only with it: a call must not pay for malloc.
+struct Scratch {
+    char* base = nullptr;
+    int64_t size = 0;
+    ~Scratch() { free(base); }
+};
+
+HFP_INLINE char* reserve(Scratch* s, int64_t bytes) {
+    if (s->size < bytes) {
+        free(s->base);
+        s->size = round_up(bytes + bytes / 4, 4096);
+        s->base = static_cast<char*>(aligned_alloc(4096, static_cast<size_t>(s->size)));
+        if (!s->base) s->size = 0;
+    }
+    return s->base;
+}
+
+thread_local Scratch tls_work, tls_items;
+
+// ---------------------------------------------------------------------------------------------- work items
+
+// Queries [j0, j1) of a sequence against its keys [k0, k1), for one KV head after the other.
+struct Item {
+    int seq, j0, j1, k0, k1;
+    int64_t partial;  // index of the tile's first partial row for head 0; -1: the result goes straight to the output
+    int split, num_splits;
+};
+
+struct Job {
+    const hfp_attend_args* args;
+    Scoring scoring;
+    int group;        // query heads per KV head
+    int dvp;          // v_head_dim in storage
+    int tile_queries;
+    int row_floats;   // of one partial row: O, then the maximum, then the sum
+    int64_t k_group_bytes, v_group_bytes;
+    int groups_per_block;
+    bool amx;
+    const Item* items;
+    int num_items;
+    float* partials;
+    int64_t next;     // shared counter of (item, head) pairs
+    int64_t next_merge;
+    int failed;
+};
+
+HFP_INLINE int first_visible(const hfp_params* p, int position) {
+    int lo = 0;
+    if (p->window > 0) lo = imax(lo, position - p->window + 1);
+    if (p->chunk > 0 && position >= 0) lo = imax(lo, position / p->chunk * p->chunk);
+    return lo;
+}
+
+struct Work {
+    char* q;
+    float* s;
+    char* p;
+    float* o;
+    float* m;
+    float* sum;
+    float* alpha;
+    char* v_edge;  // two groups of V with what nobody may see zeroed
+    char* v_flat;  // AMX: the V of a chunk in one piece
+};
+
+HFP_INLINE int tile_rows(const Job* job) { return static_cast<int>(round_up(job->tile_queries * job->group, kAmxStrip)); }
+
+HFP_INLINE bool make_work(const Job* job, Work* w) {
+    const hfp_layer* layer = job->args->layer;
+    const int64_t rows = tile_rows(job);
+    const int64_t dq = round_up(layer->dk, 32);
+    const int64_t sizes[9] = {
+        rows * dq * 4,
+        static_cast<int64_t>(kAmxStrip) * kMaxChunk * 4,
+        static_cast<int64_t>(kAmxStrip) * kMaxChunk * 4,
+        rows * job->dvp * 4,
+        rows * 4,
+        rows * HFP_W * 4,
+        rows * 4,
+        2 * job->v_group_bytes,
+        job->amx ? (kAmxChunk / kGroup) * job->v_group_bytes : 0,
+    };
+    int64_t total = 0;
+    for (int i = 0; i < 9; i++) total += round_up(sizes[i], 64) + 64;
+    char* at = reserve(&tls_work, total);
+    if (!at) return false;
+    char* parts[9];
+    for (int i = 0; i < 9; i++) {
+        parts[i] = at;
+        at += round_up(sizes[i], 64) + 64;  // the extra line keeps rows of different buffers out of the same cache sets
+    }
+    w->q = parts[0];
+    w->s = reinterpret_cast<float*>(parts[1]);
+    w->p = parts[2];
+    w->o = reinterpret_cast<float*>(parts[3]);
+    w->m = reinterpret_cast<float*>(parts[4]);
+    w->sum = reinterpret_cast<float*>(parts[5]);
+    w->alpha = reinterpret_cast<float*>(parts[6]);
+    w->v_edge = parts[7];
+    w->v_flat = parts[8];
+    return true;
+}
+
+// Where the groups of 16 tokens of keys [k0, k1) lie; k0 is rounded down to its group. Returns how many there are.
+HFP_INLINE int locate(const Job* job, int seq, int head, int k0, int k1, const char** k, const char** v) {
+    const hfp_layer* layer = job->args->layer;
+    const int32_t* table = job->args->batch->block_tables + seq * job->args->batch->table_stride;
+    const int per_block = job->groups_per_block;
+    int n = 0;
+    for (int g = k0 / kGroup; g * kGroup < k1; g++, n++) {
+        const int block = per_block == 1 ? g : g / per_block;
+        const int inside = per_block == 1 ? 0 : g % per_block;
+        const int64_t index = (static_cast<int64_t>(table[block]) * layer->num_kv_heads + head) * per_block + inside;
+        k[n] = static_cast<const char*>(layer->k) + index * job->k_group_bytes;
+        v[n] = static_cast<const char*>(layer->v) + index * job->v_group_bytes;
+    }
+    return n;
+}
+
+// A copy of one group of V in which only tokens [from, to) are kept and the others are zero: unwritten slots may hold
+// NaN, and 0 * NaN would reach the result. The others are not even read.
+template <class T>
+HFP_INLINE const char* masked_group(const char* v, int from, int to, int dvp, char* copy) {
+    if (T::kPaired) {
+        for (int pair = 0; pair < kGroup / 2; pair++) {
+            const bool even = 2 * pair >= from && 2 * pair < to, odd = 2 * pair + 1 >= from && 2 * pair + 1 < to;
+            const uint32_t mask = (even ? 0x0000ffffu : 0u) | (odd ? 0xffff0000u : 0u);
+            uint32_t* target = reinterpret_cast<uint32_t*>(copy) + pair * dvp;
+            if (!mask) {
+                memset(target, 0, static_cast<size_t>(dvp) * 4);
+                continue;
+            }
+            const uint32_t* source = reinterpret_cast<const uint32_t*>(v) + pair * dvp;
+            for (int d = 0; d < dvp; d++) target[d] = source[d] & mask;
+        }
+    } else {
+        const size_t row = static_cast<size_t>(dvp) * T::kSize;
+        for (int t = 0; t < kGroup; t++) {
+            if (t >= from && t < to) memcpy(copy + t * row, v + t * row, row);
+            else memset(copy + t * row, 0, row);
+        }
+    }
+    return copy;
+}
+
+template <class T>
+HFP_INLINE float load_query(const char* q, int64_t index) {
+    if (T::kSize == 4) return reinterpret_cast<const float*>(q)[index];
+    const uint16_t h = reinterpret_cast<const uint16_t*>(q)[index];
+    return T::kPaired ? bf16_to_float(h) : f16_to_float(h);
+}
+
+// Rows of a tile are (query, head of the group) pairs, heads innermost: neighbours see nearly the same keys.
+template <class T>
+HFP_INLINE void pack_queries(const Job* job, const Item& item, int head, int64_t ldq, typename T::Query* q) {
+    const hfp_attend_args* a = job->args;
+    const int dk = a->layer->dk;
+    const int64_t first = a->batch->cu_seqlens_q[item.seq];
+    int row = 0;
+    for (int j = item.j0; j < item.j1; j++) {
+        for (int g = 0; g < job->group; g++, row++) {
+            const int64_t at = (first + j) * a->q_stride_t + static_cast<int64_t>(head * job->group + g) * a->q_stride_h;
+            typename T::Query* target = q + row * ldq;
+            if constexpr (T::kDot) {
+                memcpy(target, a->q + at * 2, static_cast<size_t>(dk) * 2);
+            } else if (T::kSize == 4) {
+                memcpy(target, a->q + at * 4, static_cast<size_t>(dk) * 4);
+            } else {
+                for (int d = 0; d < dk; d++) target[d] = load_query<T>(a->q, at + d);
+            }
+        }
+    }
+}
+
+// Divides by the sum (joined by the sink's share) and writes one row of the output.
+template <class T>
+HFP_INLINE void write_row(const Job* job, int64_t token, int head, const float* o, float m, float sum) {
+    const hfp_attend_args* a = job->args;
+    float scale = 1.0f;
+    if (a->sinks) {
+        const float sink = a->sinks[head] * kLog2e;
+        const float top = sink > m ? sink : m;
+        scale = m == kMinusInf ? 0.0f : exp2v<5>(splat(m - top))[0];
+        sum = sum * scale + (sink == kMinusInf ? 0.0f : exp2v<5>(splat(sink - top))[0]);
+    }
+    // No key and no sink: zero, like any query that sees nothing.
+    const float factor = sum == 0.0f ? 0.0f : scale / sum;
+    const int dv = a->layer->dv;
+    const int64_t at = (token * a->num_q_heads + head) * dv;
+    const bool empty = m == kMinusInf;
+    if (T::kPaired && HFP_BF16_DOT && !empty) {
+#if HFP_BF16_DOT
+        int d = 0;
+        for (; d + 16 <= dv; d += 16) store_weight(reinterpret_cast<uint16_t*>(a->out) + at + d, load(o + d) * splat(factor));
+        for (; d < dv; d++) store_out<T>(a->out, at + d, o[d] * factor);
+        return;
+#endif
+    }
+    for (int d = 0; d < dv; d++) store_out<T>(a->out, at + d, empty ? 0.0f : o[d] * factor);
+}
+
+HFP_INLINE float lane_sum(const float* sum) {
+    float total = 0;
+    for (int i = 0; i < HFP_W; i++) total += sum[i];
+    return total;
+}
+
+template <class T>
+HFP_INLINE void finish(const Job* job, const Item& item, int head, const Work& w) {
+    const int rows = (item.j1 - item.j0) * job->group;
+    if (item.partial >= 0) {
+        const int64_t first = item.partial + static_cast<int64_t>(head) * item.num_splits * rows + static_cast<int64_t>(item.split) * rows;
+        for (int r = 0; r < rows; r++) {
+            float* target = job->partials + (first + r) * job->row_floats;
+            memcpy(target, w.o + r * job->dvp, static_cast<size_t>(job->dvp) * 4);
+            target[job->dvp] = w.m[r];
+            target[job->dvp + 1] = lane_sum(w.sum + r * HFP_W);
+        }
+        return;
+    }
+    const int64_t token = job->args->batch->cu_seqlens_q[item.seq] + item.j0;
+    for (int r = 0; r < rows; r++) {
+        write_row<T>(job, token + r / job->group, head * job->group + r % job->group, w.o + r * job->dvp, w.m[r],
+                     lane_sum(w.sum + r * HFP_W));
+    }
+}
+
+// The keys that rows [r0, r0 + n) of a tile can see, as a range.
+struct Span {
+    int lo, hi;
+};
+
+HFP_INLINE Span strip_span(const Job* job, const Item& item, int position0, int r0, int n) {
+    Span s;
+    s.lo = first_visible(job->args->params, position0 + r0 / job->group);
+    s.hi = position0 + (r0 + n - 1) / job->group + 1;
+    s.lo = imax(s.lo, item.k0);
+    s.hi = imin(s.hi, item.k1);
+    return s;
+}
+
+struct Groups {
+    const char* k[kMaxChunk / kGroup];
+    const char* v[kMaxChunk / kGroup];
+    int n;
+};
+
+template <class T>
+HFP_INLINE void weigh_strip(const Job* job, const Item& item, const Work& w, int head, int position0, int r0, int n, int c0, int num_keys) {
+    for (int i = 0; i < n; i++) {
+        const int r = r0 + i, position = position0 + r / job->group;
+        float* s = w.s + i * kMaxChunk;
+        if (job->scoring.transform) {
+            const float slope = job->args->alibi ? job->args->alibi[head * job->group + r % job->group] : 0.0f;
+            transform_scores(s, num_keys, job->scoring, slope, c0, position);
+        }
+        const int lo = imax(first_visible(job->args->params, position), item.k0), hi = imin(position + 1, item.k1);
+        w.alpha[r] = softmax_row<T>(s, reinterpret_cast<typename T::Weight*>(w.p) + i * kMaxChunk, num_keys, c0, lo, hi,
+                                    job->scoring.multiplier, w.m + r, w.sum + r * HFP_W);
+    }
+}
+
+HFP_INLINE void start_rows(const Work& w, int rows) {
+    for (int r = 0; r < rows; r++) {
+        w.m[r] = kMinusInf;
+        memset(w.sum + r * HFP_W, 0, HFP_W * 4);
+    }
+}
+
+template <class T>
+void run_item(const Job* job, const Item& item, int head, const Item* next_item, int next_head, Work& w) {
+    const hfp_layer* layer = job->args->layer;
+    const int rows = (item.j1 - item.j0) * job->group;
+    const int64_t ldq = round_up(layer->dk, 2);
+    typename T::Query* q = reinterpret_cast<typename T::Query*>(w.q);
+    const int position0 = job->args->batch->seq_lens[item.seq] -
+                          (job->args->batch->cu_seqlens_q[item.seq + 1] - job->args->batch->cu_seqlens_q[item.seq]) + item.j0;
+    pack_queries<T>(job, item, head, ldq, q);
+    start_rows(w, rows);
+    memset(w.o, 0, static_cast<size_t>(rows) * job->dvp * 4);
+
+    Groups groups[2];
+    const int start = item.k0 / kGroup * kGroup;
+    int side = 0;
+    groups[0].n = locate(job, item.seq, head, start, imin(start + kChunk, item.k1), groups[0].k, groups[0].v);
+    const int strips = ceil_div(rows, kStrip);
+    for (int c0 = start; c0 < item.k1; c0 += kChunk, side ^= 1) {
+        Groups& here = groups[side];
+        Groups& ahead = groups[side ^ 1];
+        const int c1 = imin(c0 + kChunk, item.k1);
+        ahead.n = 0;
+        if (c1 < item.k1) {
+            ahead.n = locate(job, item.seq, head, c1, imin(c1 + kChunk, item.k1), ahead.k, ahead.v);
+        } else if (next_item) {
+            const int next_start = next_item->k0 / kGroup * kGroup;
+            ahead.n = locate(job, next_item->seq, next_head, next_start, imin(next_start + kChunk, next_item->k1), ahead.k, ahead.v);
+        }
+        const bool fetch = ahead.n > 0;
+        if (fetch) {
+            for (int g = ahead.n; g < here.n; g++) {
+                ahead.k[g] = ahead.k[ahead.n - 1];
+                ahead.v[g] = ahead.v[ahead.n - 1];
+            }
+        }
+        // `here` may be reused for the next chunk's addresses, so the zeroed copies go into a list of their own.
+        const char* v[kMaxChunk / kGroup];
+        for (int g = 0; g < here.n; g++) v[g] = here.v[g];
+        if (item.k0 > c0) v[0] = masked_group<T>(here.v[0], item.k0 - c0, imin(kGroup, item.k1 - c0), job->dvp, w.v_edge);
+        if (c1 % kGroup && !(here.n == 1 && item.k0 > c0)) {
+            const int g = here.n - 1;
+            v[g] = masked_group<T>(here.v[g], 0, c1 % kGroup, job->dvp, w.v_edge + job->v_group_bytes);
+        }
+        for (int strip = 0; strip < strips; strip++) {
+            const int r0 = rows * strip / strips, n = rows * (strip + 1) / strips - r0;
+            const Span span = strip_span(job, item, position0, r0, n);
+            if (span.hi <= c0 || span.lo >= c1) continue;
+            const int g0 = span.lo > c0 ? (span.lo - c0) / kGroup : 0;
+            const int g1 = ceil_div(imin(span.hi, c1) - c0, kGroup);
+            const int num_groups = g1 - g0, first_key = c0 + g0 * kGroup;
+            const bool pf = fetch && strip == 0;
+            const typename T::Query* qs = q + r0 * ldq;
+#define HFP_SCORE(M)                                                                                        \
+    if (pf) score_rows<T, M, true>(qs, ldq, here.k + g0, ahead.k + g0, num_groups, layer->dk, w.s);         \
+    else score_rows<T, M, false>(qs, ldq, here.k + g0, here.k + g0, num_groups, layer->dk, w.s)
+            HFP_FOR_M(n, HFP_SCORE)
+            weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
+            float* o = w.o + r0 * job->dvp;
+            const typename T::Weight* p = reinterpret_cast<const typename T::Weight*>(w.p);
+#define HFP_VALUE(M)                                                                                                       \
+    if (pf) value_rows<T, M, true>(p, v + g0, ahead.v + g0, num_groups, job->dvp, w.alpha + r0, false, o);                 \
+    else value_rows<T, M, false>(p, v + g0, here.v + g0, num_groups, job->dvp, w.alpha + r0, false, o)
+            HFP_FOR_M(n, HFP_VALUE)
+        }
+    }
+    finish<T>(job, item, head, w);
+}
+
+// ---------------------------------------------------------------------------------------------- AMX
+
+#if HFP_USE_AMX
+struct TileConfig {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+
+HFP_INLINE void configure_tiles() {
+    alignas(64) TileConfig c;
+    memset(&c, 0, sizeof c);
+    c.palette = 1;
+    for (int i = 0; i < 8; i++) {
+        c.bytes[i] = 64;
+        c.rows[i] = 16;
+    }
+    _tile_loadconfig(&c);
+}
+
+// Long bf16 prompts: strips of 32 rows as 2 x 2 tiles. K is read in place, V is put in one piece once a chunk because
+// a tile needs the token pairs of two groups at one stride.
+void run_item_amx(const Job* job, const Item& item, int head, Work& w) {
+    const hfp_layer* layer = job->args->layer;
+    const int dk = layer->dk, dvp = job->dvp;
+    const int rows = (item.j1 - item.j0) * job->group;
+    uint16_t* q = reinterpret_cast<uint16_t*>(w.q);
+    uint16_t* p = reinterpret_cast<uint16_t*>(w.p);
+    const int position0 = job->args->batch->seq_lens[item.seq] -
+                          (job->args->batch->cu_seqlens_q[item.seq + 1] - job->args->batch->cu_seqlens_q[item.seq]) + item.j0;
+    const int padded = static_cast<int>(round_up(rows, kAmxStrip));
+    pack_queries<BF16>(job, item, head, dk, q);
+    memset(q + static_cast<int64_t>(rows) * dk, 0, static_cast<size_t>(padded - rows) * dk * 2);
+    start_rows(w, rows);
+    memset(w.o, 0, static_cast<size_t>(padded) * dvp * 4);
+    // Weights of the padding rows stay zero for the whole item.
+    memset(p, 0, static_cast<size_t>(kAmxStrip) * kMaxChunk * 2);
+
+    const int start = item.k0 / kGroup * kGroup;
+    for (int c0 = start; c0 < item.k1; c0 += kAmxChunk) {
+        const int c1 = imin(c0 + kAmxChunk, item.k1);
+        Groups here;
+        here.n = locate(job, item.seq, head, c0, c1, here.k, here.v);
+        for (int g = 0; g < here.n; g++) {
+            char* target = w.v_flat + g * job->v_group_bytes;
+            const int from = imax(item.k0 - (c0 + g * kGroup), 0), to = imin(c1 - (c0 + g * kGroup), kGroup);
+            if (from > 0 || to < kGroup) masked_group<BF16>(here.v[g], from, to, dvp, target);
+            else memcpy(target, here.v[g], static_cast<size_t>(job->v_group_bytes));
+        }
+        if (here.n % 2) {
+            memset(w.v_flat + here.n * job->v_group_bytes, 0, static_cast<size_t>(job->v_group_bytes));
+            here.k[here.n] = here.k[here.n - 1];  // scored and then masked: no such key is visible
+        }
+        for (int r0 = 0; r0 < rows; r0 += kAmxStrip) {
+            const int n = imin(kAmxStrip, rows - r0);
+            const Span span = strip_span(job, item, position0, r0, n);
+            if (span.hi <= c0 || span.lo >= c1) continue;
+            const int g0 = span.lo > c0 ? (span.lo - c0) / (2 * kGroup) * 2 : 0;
+            const int g1 = static_cast<int>(round_up(ceil_div(imin(span.hi, c1) - c0, kGroup), 2));
+            const uint16_t* a0 = q + static_cast<int64_t>(r0) * dk;
+            const uint16_t* a1 = a0 + static_cast<int64_t>(16) * dk;
+            for (int g = g0; g < g1; g += 2) {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (int d = 0; d < dk; d += 32) {
+                    _tile_loadd(4, a0 + d, dk * 2);
+                    _tile_loadd(6, here.k[g] + d * 32, 64);
+                    _tile_loadd(7, here.k[g + 1] + d * 32, 64);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_loadd(5, a1 + d, dk * 2);
+                    _tile_dpbf16ps(1, 4, 7);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+                float* s = w.s + (g - g0) * kGroup;
+                _tile_stored(0, s, kMaxChunk * 4);
+                _tile_stored(1, s + kGroup, kMaxChunk * 4);
+                _tile_stored(2, s + 16 * kMaxChunk, kMaxChunk * 4);
+                _tile_stored(3, s + 16 * kMaxChunk + kGroup, kMaxChunk * 4);
+            }
+            weigh_strip<BF16>(job, item, w, head, position0, r0, n, c0 + g0 * kGroup, (g1 - g0) * kGroup);
+            if (n < kAmxStrip) {  // an earlier, full strip left its weights here
+                memset(p + n * kMaxChunk, 0, static_cast<size_t>(kAmxStrip - n) * kMaxChunk * 2);
+            }
+            float* o = w.o + static_cast<int64_t>(r0) * dvp;
+            for (int i = 0; i < n; i++) {
+                const float alpha = w.alpha[r0 + i];
+                if (alpha == 1.0f) continue;
+                const VF a = splat(alpha);
+                for (int d = 0; d < dvp; d += HFP_W) store(o + i * dvp + d, load(o + i * dvp + d) * a);
+            }
+            const char* flat = w.v_flat + g0 * job->v_group_bytes;
+            for (int c = 0; c < dvp; c += 32) {
+                float* oc = o + c;
+                _tile_loadd(0, oc, dvp * 4);
+                _tile_loadd(1, oc + 16, dvp * 4);
+                _tile_loadd(2, oc + 16 * dvp, dvp * 4);
+                _tile_loadd(3, oc + 16 * dvp + 16, dvp * 4);
+                for (int g = 0; g < g1 - g0; g += 2) {
+                    const char* b = flat + g * job->v_group_bytes + c * 4;
+                    _tile_loadd(4, p + g * kGroup, kMaxChunk * 2);
+                    _tile_loadd(6, b, dvp * 4);
+                    _tile_loadd(7, b + 64, dvp * 4);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_loadd(5, p + 16 * kMaxChunk + g * kGroup, kMaxChunk * 2);
+                    _tile_dpbf16ps(1, 4, 7);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+                _tile_stored(0, oc, dvp * 4);
+                _tile_stored(1, oc + 16, dvp * 4);
+                _tile_stored(2, oc + 16 * dvp, dvp * 4);
+                _tile_stored(3, oc + 16 * dvp + 16, dvp * 4);
+            }
+        }
+    }
+    finish<BF16>(job, item, head, w);
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------- one call
+
+template <class T>
+void merge_item(const Job* job, const Item& item, int head) {
+    const int rows = (item.j1 - item.j0) * job->group;
+    const int64_t first = item.partial + static_cast<int64_t>(head) * item.num_splits * rows;
+    const int64_t token = job->args->batch->cu_seqlens_q[item.seq] + item.j0;
+    for (int r = 0; r < rows; r++) {
+        float* total = job->partials + (first + r) * job->row_floats;
+        float m = total[job->dvp], sum = total[job->dvp + 1];
+        for (int s = 1; s < item.num_splits; s++) {
+            const float* part = job->partials + (first + static_cast<int64_t>(s) * rows + r) * job->row_floats;
+            const float pm = part[job->dvp];
+            if (pm == kMinusInf) continue;
+            const float top = pm > m ? pm : m;
+            const float a = exp2v<5>(splat(m - top))[0], b = exp2v<5>(splat(pm - top))[0];
+            for (int d = 0; d < job->dvp; d += HFP_W) store(total + d, fma(load(part + d), splat(b), load(total + d) * splat(a)));
+            sum = sum * a + part[job->dvp + 1] * b;
+            m = top;
+        }
+        write_row<T>(job, token + r / job->group, head * job->group + r % job->group, total, m, sum);
+    }
+}
+
+template <class T>
+void run_thread(Job* job) {
+    Work w;
+    if (!make_work(job, &w)) {
+        __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    const int heads = job->args->layer->num_kv_heads;
+    const int64_t total = static_cast<int64_t>(job->num_items) * heads;
+#if HFP_USE_AMX
+    if (job->amx) configure_tiles();
+#endif
+    // Each thread knows its next item before it starts one, so that the last chunk can prefetch for it.
+    int64_t mine = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+    while (mine < total) {
+        const int64_t then = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        const Item& item = job->items[mine / heads];
+        const int head = static_cast<int>(mine % heads);
+        const Item* next_item = then < total ? job->items + then / heads : nullptr;
+#if HFP_USE_AMX
+        if (job->amx && item.num_splits == 0) {
+            run_item_amx(job, item, head, w);
+            mine = then;
+            continue;
+        }
+#endif
+        run_item<T>(job, item, head, next_item, static_cast<int>(then % heads), w);
+        mine = then;
+    }
+#if HFP_USE_AMX
+    if (job->amx) _tile_release();
+#endif
+}
+
+template <class T>
+void run_merges(Job* job) {
+    const int heads = job->args->layer->num_kv_heads;
+    const int64_t total = static_cast<int64_t>(job->num_items) * heads;
+    for (;;) {
+        const int64_t i = __atomic_fetch_add(&job->next_merge, 1, __ATOMIC_RELAXED);
+        if (i >= total) return;
+        const Item& item = job->items[i / heads];
+        if (item.partial >= 0 && item.split == 0) merge_item<T>(job, item, static_cast<int>(i % heads));
+    }
+}
+
+template <class T>
+void run_job(Job* job, int num_threads, bool merge) {
+#ifdef _OPENMP
+    if (num_threads > 1) {
+#pragma omp parallel num_threads(num_threads)
+        {
+            run_thread<T>(job);
+            if (merge) {
+#pragma omp barrier
+                run_merges<T>(job);
+            }
+        }
+        return;
+    }
+#endif
+    run_thread<T>(job);
+    if (merge) run_merges<T>(job);
+}
+
+// Fills items (when not null) and returns how many there are; *rows counts the partial rows of all heads.
+HFP_INLINE int plan(const Job* job, Item* items, int64_t* partial_rows, int64_t* keys) {
+    const hfp_attend_args* a = job->args;
+    const hfp_batch* b = a->batch;
+    const int heads = a->layer->num_kv_heads;
+    int count = 0;
+    int64_t rows_total = 0, keys_total = 0;
+    for (int i = 0; i < b->num_seqs; i++) {
+        const int num_queries = b->cu_seqlens_q[i + 1] - b->cu_seqlens_q[i], seq_len = b->seq_lens[i];
+        if (seq_len <= 0 || num_queries <= 0) continue;
+        const int tiles = ceil_div(num_queries, job->tile_queries);
+        const bool split = num_queries <= kSplitMaxQueries;
+        // Last tiles first: they see the most keys, and long items should not be the last to start.
+        for (int tile = tiles - 1; tile >= 0; tile--) {
+            Item item;
+            item.seq = i;
+            item.j0 = tile * job->tile_queries;
+            item.j1 = imin(item.j0 + job->tile_queries, num_queries);
+            const int position0 = seq_len - num_queries + item.j0;
+            const int lo = first_visible(a->params, position0), hi = imax(position0 + item.j1 - item.j0, 0);
+            const int rows = (item.j1 - item.j0) * job->group;
+            const int s0 = lo / kSplit, s1 = imax(ceil_div(hi, kSplit), s0 + 1);
+            item.partial = -1;
+            item.split = 0;
+            item.num_splits = split ? s1 - s0 : 0;
+            if (!split || s1 - s0 == 1) {
+                item.k0 = imin(lo, hi);
+                item.k1 = hi;
+                if (items) items[count] = item;
+                count++;
+            } else {
+                item.partial = rows_total;
+                for (int s = s0; s < s1; s++) {
+                    item.split = s - s0;
+                    item.k0 = imax(lo, s * kSplit);
+                    item.k1 = imin(hi, (s + 1) * kSplit);
+                    if (items) items[count] = item;
+                    count++;
+                }
+                rows_total += static_cast<int64_t>(rows) * (s1 - s0) * heads;
+            }
+            keys_total += hi - imin(lo, hi);
+        }
+    }
+    *partial_rows = rows_total;
+    *keys = keys_total;
+    return count;
+}
+
+HFP_INLINE int check_tables(const hfp_attend_args* a) {
+    const hfp_batch* b = a->batch;
+    if (b->cu_seqlens_q[b->num_seqs] > a->num_tokens) return HFP_BAD_TABLE;
+    for (int i = 0; i < b->num_seqs; i++) {
+        const int seq_len = b->seq_lens[i], num_queries = b->cu_seqlens_q[i + 1] - b->cu_seqlens_q[i];
+        if (seq_len <= 0 || num_queries <= 0) continue;
+        const int first = first_visible(a->params, imax(seq_len - num_queries, 0)) / a->layer->block_size;
+        const int last = ceil_div(seq_len, a->layer->block_size);
+        if (last > b->table_width) return HFP_BAD_TABLE;
+        const int32_t* table = b->block_tables + i * b->table_stride;
+        bool bad = false;
+        for (int n = first; n < last; n++) bad |= static_cast<uint32_t>(table[n]) >= static_cast<uint32_t>(a->layer->num_blocks);
+        if (bad) return HFP_BAD_BLOCK;
+    }
+    return HFP_OK;
+}
+
+void zero_padding_rows(const hfp_attend_args* a) {
+    const hfp_batch* b = a->batch;
+    const int64_t row = static_cast<int64_t>(a->num_q_heads) * a->layer->dv * (a->layer->dtype == HFP_F32 ? 4 : 2);
+    for (int i = 0; i < b->num_seqs; i++) {
+        const int64_t from = b->cu_seqlens_q[i], to = b->cu_seqlens_q[i + 1];
+        if (b->seq_lens[i] <= 0 && to > from) memset(a->out + from * row, 0, static_cast<size_t>((to - from) * row));
+    }
+    const int64_t end = b->cu_seqlens_q[b->num_seqs];
+    if (end < a->num_tokens) memset(a->out + end * row, 0, static_cast<size_t>((a->num_tokens - end) * row));
+}
+
+}  // namespace
+
+int HFP_ATTEND(const hfp_attend_args* args) {
+    const hfp_layer* layer = args->layer;
+    const int status = check_tables(args);
+    if (status != HFP_OK) return status;
+    zero_padding_rows(args);
+
+    Job job;
+    memset(static_cast<void*>(&job), 0, sizeof job);
+    job.args = args;
+    job.scoring = make_scoring(args);
+    job.group = args->num_q_heads / layer->num_kv_heads;
+    job.dvp = static_cast<int>(round_up(layer->dv, kGroup));
+    job.row_floats = static_cast<int>(round_up(job.dvp + 2, 16));
+    const int size = layer->dtype == HFP_F32 ? 4 : 2;
+    job.k_group_bytes = static_cast<int64_t>(kGroup) * layer->dk * size;
+    job.v_group_bytes = static_cast<int64_t>(kGroup) * job.dvp * size;
+    job.groups_per_block = layer->block_size / kGroup;
+#if HFP_USE_AMX
+    job.amx = layer->dtype == HFP_BF16 && layer->dk % 32 == 0 && job.dvp % 32 == 0;
+#endif
+    job.tile_queries = imax(1, (job.amx ? kAmxTileRows : kTileRows) / job.group);
+
+    int64_t partial_rows = 0, keys = 0;
+    job.num_items = plan(&job, nullptr, &partial_rows, &keys);
+    if (job.num_items == 0) return HFP_OK;
+    const int64_t item_bytes = round_up(static_cast<int64_t>(job.num_items) * static_cast<int64_t>(sizeof(Item)), 64);
+    char* memory = reserve(&tls_items, item_bytes + partial_rows * job.row_floats * 4);
+    if (!memory) return HFP_NO_MEMORY;
+    job.partials = reinterpret_cast<float*>(memory + item_bytes);
+    plan(&job, reinterpret_cast<Item*>(memory), &partial_rows, &keys);
+    job.items = reinterpret_cast<const Item*>(memory);
+
+    const int64_t bytes = keys * layer->num_kv_heads * (layer->dk + job.dvp) * size;
+    const int num_threads = bytes < kSerialBytes ? 1 : args->num_threads;
+    const bool merge = partial_rows > 0;
+    switch (layer->dtype) {
+        case HFP_F32: run_job<F32>(&job, num_threads, merge); break;
+        case HFP_BF16: run_job<BF16>(&job, num_threads, merge); break;
+        default: run_job<F16>(&job, num_threads, merge); break;
+    }
+    return job.failed ? HFP_NO_MEMORY : HFP_OK;
+}
