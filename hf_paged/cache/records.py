@@ -79,6 +79,8 @@ def as_token_array(tokens: Sequence[int]) -> array[int]:
     """Token ids in the form the tree compares; an ``array("q")`` is used as it is, without a copy."""
     if isinstance(tokens, array) and tokens.typecode == "q":
         return tokens
+    if isinstance(tokens, (bytes, bytearray)):  # array() would read these as raw memory
+        raise InvalidRequestError(f"token ids must be integers, not {type(tokens).__name__}")
     try:
         return array("q", tokens)
     except (TypeError, OverflowError) as error:
