@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_paged
 from hf_paged.compat import CACHE_KWARG
-from hf_paged.errors import ConfigError, InternalError
+from hf_paged.errors import ConfigError, UnsupportedError
 from hf_paged.model.loader import load
 
 #: called before each step that takes a moment, with one short sentence
@@ -214,11 +214,11 @@ def compare(
     stock = generate(subject, inputs, False, **options)
     paged = generate(subject, inputs, True, reuse=reuse, **options)
     width = inputs["input_ids"].shape[1]
-    new = paged.sequences[0, width:]
+    new = paged.sequences[:, width:]
     return Comparison(
         title=title,
-        answer=_text(subject, new),
-        tokens=(paged.sequences.shape[1] - width) * paged.sequences.shape[0],
+        answer=_text(subject, new[0]),
+        tokens=sum(_length(subject, row) for row in new),
         stock=stock,
         paged=paged,
         gap=_gap(subject, stock, paged, inputs),
@@ -244,7 +244,8 @@ def generate(
     seconds = time.perf_counter() - started
     cache = getattr(out, CACHE_KWARG, None)
     if paged and not isinstance(cache, hf_paged.PagedCache):
-        raise InternalError(f"a call with cache_implementation='paged' ran on {type(cache).__name__}")
+        kind = subject.model.config.model_type
+        raise UnsupportedError(f"{kind} models keep no plain keys and values, so there is nothing to page; try another")
     return Generated(out.sequences, seconds, kv_bytes(cache), getattr(out, "sequences_scores", None))
 
 
@@ -285,6 +286,12 @@ def _inputs(subject: Subject, encoded: Any) -> dict[str, torch.Tensor]:
 
 def _text(subject: Subject, ids: torch.Tensor) -> str:
     return str(subject.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _length(subject: Subject, new: torch.Tensor) -> int:
+    """Generated tokens in a row, up to and with the first end token; what follows is padding."""
+    ends = (new == subject.tokenizer.eos_token_id).nonzero()
+    return int(ends[0]) + 1 if len(ends) else len(new)
 
 
 def _tolerance(subject: Subject, stock: Generated) -> float:

@@ -20,6 +20,7 @@ from hf_paged import __version__
 from hf_paged.attention import registry
 from hf_paged.compat import check_supported
 from hf_paged.errors import HfPagedError, UnsupportedError
+from hf_paged.kernels.cpu import native
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything ``hf-paged doctor`` knows. ``problems`` are reasons why the package cannot be used here at all."""
+    """Everything ``hf-paged doctor`` knows.
+
+    ``cpu_kernel`` is the instruction set the native kernel runs with, None when it cannot run. ``problems`` are reasons
+    why the package cannot be used here at all.
+    """
 
     versions: dict[str, str]
     devices: list[Device]
     threads: int
     compiler: str | None
+    cpu_kernel: str | None
     backends: list[registry.BackendReport]
     extras: list[Extra]
     problems: list[str]
@@ -89,10 +95,12 @@ def examine() -> Report:
         check_supported()
     except UnsupportedError as error:
         problems.append(str(error))
+    backends, cpu_kernel = [], None
     try:
         backends = registry.report(torch.device("cpu"))
+        if native.unavailable() is None:
+            cpu_kernel = native.ISA_LEVELS[native.isa_level()]
     except HfPagedError as error:
-        backends = []
         problems.append(str(error))
     return Report(
         versions={
@@ -105,6 +113,7 @@ def examine() -> Report:
         devices=_devices(),
         threads=torch.get_num_threads(),
         compiler=_compiler(),
+        cpu_kernel=cpu_kernel,
         backends=backends,
         extras=list(EXTRAS),
         problems=problems,

@@ -34,6 +34,7 @@ def as_tables(report: Report) -> None:
     facts.add_row(
         "C++ compiler", escape(report.compiler or "none: the native kernel cannot be built (apt install g++)")
     )
+    facts.add_row("CPU kernel", report.cpu_kernel or "none")
     console.print(facts)
 
     console.print("\n[bold]Attention backends, best first[/]")
