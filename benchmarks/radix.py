@@ -13,9 +13,11 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.manager import KVCacheManager
 
 NAMESPACE = (("weights", 0),)
@@ -32,15 +34,19 @@ def request(manager: KVCacheManager, tokens: list[int]) -> int:
     return match.num_tokens
 
 
-def timed(run: Callable[[int], object], repeats: int) -> tuple[float, float]:
-    """Median and 99th percentile of ``run(i)``, in microseconds."""
+def timed(runs: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """Median and 99th percentile over ``runs``, in microseconds."""
     samples = []
-    for i in range(repeats):
+    for run in runs:
         start = time.perf_counter_ns()
-        run(i)
+        run()
         samples.append((time.perf_counter_ns() - start) / 1e3)
     samples.sort()
     return statistics.median(samples), samples[min(len(samples) - 1, int(len(samples) * 0.99))]
+
+
+def _live(manager: KVCacheManager, tokens: list[int], hits: list[int]) -> None:
+    hits.append(request(manager, tokens))
 
 
 def lives(args: argparse.Namespace, spare: float) -> None:
@@ -114,7 +120,7 @@ def throughput() -> None:
     print(f"  slots    {rounds * 2048 / (time.perf_counter() - start) / 1e6:6.2f} M tokens/s mapped")
 
 
-def _in_block_append(manager: KVCacheManager, tables: list, ones: list[int]) -> float:
+def _in_block_append(manager: KVCacheManager, tables: list[BlockTable], ones: list[int]) -> float:
     if tables[0].num_tokens % 16 in (0, 15):
         manager.append_many(tables, [2] * len(tables))
     start = time.perf_counter()

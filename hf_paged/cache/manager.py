@@ -134,7 +134,7 @@ class KVCacheManager:
 
         ``tokens`` are what the table holds from position 0, all of them computed. The table stays as it is and may
         go on appending: beyond the stored tokens it writes in place while it is the only sequence using its last
-        block.
+        block. Takes time in proportion to ``len(tokens)``: store after a prefill chunk and at the end, not every step.
 
         Raises:
             InvalidRequestError: more tokens than the table has.

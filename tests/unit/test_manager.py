@@ -14,7 +14,6 @@ import pytest
 from hf_paged.cache.block import BlockCopy
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.manager import KVCacheManager
-from hf_paged.cache.records import PrefixMatch
 from hf_paged.cache.specs import FULL_GROUP
 from hf_paged.errors import ConfigError, InternalError, InvalidRequestError, OutOfBlocksError
 
@@ -336,8 +335,8 @@ def test_freeing_twice_does_nothing_and_a_freed_table_cannot_be_used(make: Make)
 def test_tables_and_matches_that_are_merely_dropped_give_their_blocks_back(make: Make) -> None:
     manager = make()
     store(manager, list(range(8)))
-    match: PrefixMatch | None = manager.match_prefix(NS, list(range(8)))
-    table: BlockTable | None = manager.new_table()
+    match = manager.match_prefix(NS, list(range(8)))
+    table = manager.new_table()
     manager.append(table, 9)
     assert manager.stats().owned_blocks == 5
     del table, match
