@@ -70,9 +70,7 @@ def lives(args: argparse.Namespace, spare: float) -> None:
     }
     for name, prompts in cases.items():
         hits: list[int] = []
-        median, p99 = timed(
-            lambda i, prompts=prompts, hits=hits: hits.append(request(manager, prompts[i])), args.repeats
-        )
+        median, p99 = timed([partial(_live, manager, tokens, hits) for tokens in prompts])
         print(f"  {name:6} median {median:8.1f} us   p99 {p99:8.1f} us   reused {statistics.mean(hits):7.1f} tokens")
     stats = manager.stats()
     print(f"  {stats.num_nodes} nodes, {stats.cached_blocks} cached blocks, {stats.evicted_blocks} evicted")
