@@ -62,9 +62,7 @@ def make_case(
     counts = [-(-n // block_size) for _, n in lengths]
     num_blocks = sum(counts) + 3
     shuffled = torch.randperm(num_blocks, generator=g).tolist()
-    tables: list[list[int]] = []
-    for count in counts:
-        tables.append([shuffled.pop() for _ in range(count)])
+    tables: list[list[int]] = [[shuffled.pop() for _ in range(count)] for count in counts]
     width = max(1, *counts) + 1
     # Entries past the end are garbage on purpose.
     block_tables = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)

@@ -106,7 +106,7 @@ HFP_INLINE void store_out(char* out, int64_t index, float x) {
 // ---------------------------------------------------------------------------------------------- micro kernels
 
 // S[m][16 g + lane] = sum_d Q[m][d] K[g][d][lane] for M rows and NG groups of 16 keys.
-template <class T, int M, int NG, bool PF>
+template <class T, int M, int NG>
 void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, const char* const* ahead, int dk, float* s) {
     constexpr int NV = NG * kGroup / HFP_W, PER = kGroup / HFP_W;
     VF acc[M][NV];
@@ -119,9 +119,7 @@ void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, 
     for (int d = 0; d < dk; d += step) {
         constexpr int row_bytes = T::kPaired ? 64 : kGroup * T::kSize;
         const int64_t row = static_cast<int64_t>(T::kPaired ? d / 2 : d) * row_bytes;
-        if (PF) {
-            HFP_UNROLL for (int g = 0; g < NG; g++) prefetch<false>(ahead[g] + row);
-        }
+        HFP_UNROLL for (int g = 0; g < NG; g++) prefetch<false>(ahead[g] + row);
 #if HFP_BF16_DOT
         if constexpr (T::kDot) {
             __m512bh b[NV];
@@ -161,25 +159,23 @@ void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, 
 }
 
 // O[m][c0 + lane] = alpha[m] O[m][..] + sum_t P[m][t] V[t][c0 + lane] for M rows and NV vectors of columns.
-template <class T, int M, int NV, bool PF>
+template <class T, int M, int NV>
 void value_strip(const typename T::Weight* p, const char* const* v, const char* const* ahead, int num_groups, int dvp, int c0,
-                 const float* alpha, bool first, float* o) {
+                 const float* alpha, float* o) {
     VF acc[M][NV];
     HFP_UNROLL for (int m = 0; m < M; m++) {
         const VF a = splat(alpha[m]);
-        HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = first ? VF{} : a * load(o + m * dvp + n * HFP_W);
+        HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = a * load(o + m * dvp + n * HFP_W);
     }
     constexpr int lane_bytes = T::kPaired ? 4 : T::kSize;
     const int64_t row_bytes = static_cast<int64_t>(dvp) * lane_bytes;
     for (int g = 0; g < num_groups; g++) {
         const char* row = v[g] + static_cast<int64_t>(c0) * lane_bytes;
-        const char* next = PF ? ahead[g] + static_cast<int64_t>(c0) * lane_bytes : nullptr;
+        const char* next = ahead[g] + static_cast<int64_t>(c0) * lane_bytes;
         const typename T::Weight* weight = p + g * kGroup;
         for (int t = 0; t < kGroup; t += T::kPaired ? 2 : 1, row += row_bytes) {
-            if (PF) {
-                HFP_UNROLL for (int x = 0; x < NV * HFP_W * lane_bytes; x += 64) prefetch<false>(next + x);
-                next += row_bytes;
-            }
+            HFP_UNROLL for (int x = 0; x < NV * HFP_W * lane_bytes; x += 64) prefetch<false>(next + x);
+            next += row_bytes;
 #if HFP_BF16_DOT
             if constexpr (T::kDot) {
                 __m512bh b[NV];
@@ -219,32 +215,27 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
     }
 }
 
-template <class T, int M, bool PF>
+template <class T, int M>
 void score_rows(const typename T::Query* q, int64_t ldq, const char* const* k, const char* const* ahead, int num_groups, int dk,
                 float* s) {
-    int g = 0;
-    for (; g + kMaxGroups <= num_groups; g += kMaxGroups) {
-        score_strip<T, M, kMaxGroups, PF>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
+    // The lists of addresses are padded, so the last step may score keys that nobody will look at.
+    for (int g = 0; g < num_groups; g += kMaxGroups) {
+        score_strip<T, M, kMaxGroups>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
     }
-    if (kMaxGroups > 2 && num_groups - g >= 2) {
-        score_strip<T, M, 2, PF>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
-        g += 2;
-    }
-    for (; g < num_groups; g++) score_strip<T, M, 1, PF>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
 }
 
-template <class T, int M, bool PF>
+template <class T, int M>
 void value_rows(const typename T::Weight* p, const char* const* v, const char* const* ahead, int num_groups, int dvp,
-                const float* alpha, bool first, float* o) {
+                const float* alpha, float* o) {
     int c = 0;
     for (; c + kMaxCols * HFP_W <= dvp; c += kMaxCols * HFP_W) {
-        value_strip<T, M, kMaxCols, PF>(p, v, ahead, num_groups, dvp, c, alpha, first, o + c);
+        value_strip<T, M, kMaxCols>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
     }
     if (kMaxCols > 2 && dvp - c >= 2 * HFP_W) {
-        value_strip<T, M, 2, PF>(p, v, ahead, num_groups, dvp, c, alpha, first, o + c);
+        value_strip<T, M, 2>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
         c += 2 * HFP_W;
     }
-    for (; c < dvp; c += HFP_W) value_strip<T, M, 1, PF>(p, v, ahead, num_groups, dvp, c, alpha, first, o + c);
+    for (; c < dvp; c += HFP_W) value_strip<T, M, 1>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
 }
 
 #define HFP_FOR_M(m, CALL)                      \
@@ -582,6 +573,13 @@ struct Groups {
     int n;
 };
 
+HFP_INLINE void pad_groups(Groups* list) {
+    for (int g = list->n; g < kMaxChunk / kGroup; g++) {
+        list->k[g] = list->k[list->n - 1];
+        list->v[g] = list->v[list->n - 1];
+    }
+}
+
 template <class T>
 HFP_INLINE void weigh_strip(const Job* job, const Item& item, const Work& w, int head, int position0, int r0, int n, int c0, int num_keys) {
     for (int i = 0; i < n; i++) {
@@ -633,12 +631,8 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
             ahead.n = locate(job, next_item->seq, next_head, next_start, imin(next_start + kChunk, next_item->k1), ahead.k, ahead.v);
         }
         const bool fetch = ahead.n > 0;
-        if (fetch) {
-            for (int g = ahead.n; g < here.n; g++) {
-                ahead.k[g] = ahead.k[ahead.n - 1];
-                ahead.v[g] = ahead.v[ahead.n - 1];
-            }
-        }
+        pad_groups(&here);
+        if (fetch) pad_groups(&ahead);
         // `here` may be reused for the next chunk's addresses, so the zeroed copies go into a list of their own.
         const char* v[kMaxChunk / kGroup];
         for (int g = 0; g < here.n; g++) v[g] = here.v[g];
@@ -656,16 +650,13 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
             const int num_groups = g1 - g0, first_key = c0 + g0 * kGroup;
             const bool pf = fetch && strip == 0;
             const typename T::Query* qs = q + r0 * ldq;
-#define HFP_SCORE(M)                                                                                        \
-    if (pf) score_rows<T, M, true>(qs, ldq, here.k + g0, ahead.k + g0, num_groups, layer->dk, w.s);         \
-    else score_rows<T, M, false>(qs, ldq, here.k + g0, here.k + g0, num_groups, layer->dk, w.s)
+#define HFP_SCORE(M) score_rows<T, M>(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s)
             HFP_FOR_M(n, HFP_SCORE)
             weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
             float* o = w.o + r0 * job->dvp;
             const typename T::Weight* p = reinterpret_cast<const typename T::Weight*>(w.p);
-#define HFP_VALUE(M)                                                                                                       \
-    if (pf) value_rows<T, M, true>(p, v + g0, ahead.v + g0, num_groups, job->dvp, w.alpha + r0, false, o);                 \
-    else value_rows<T, M, false>(p, v + g0, here.v + g0, num_groups, job->dvp, w.alpha + r0, false, o)
+#define HFP_VALUE(M) \
+    value_rows<T, M>(p, v + g0, (pf ? ahead.v : here.v) + g0, num_groups, job->dvp, w.alpha + r0, o)
             HFP_FOR_M(n, HFP_VALUE)
         }
     }
@@ -997,10 +988,14 @@ int HFP_ATTEND(const hfp_attend_args* args) {
     const int64_t bytes = keys * layer->num_kv_heads * (layer->dk + job.dvp) * size;
     const int num_threads = bytes < kSerialBytes ? 1 : args->num_threads;
     const bool merge = partial_rows > 0;
+#if HFP_BF16_DOT
+    run_job<BF16>(&job, num_threads, merge);  // other dtypes gain nothing from this level: see hfp_attend
+#else
     switch (layer->dtype) {
         case HFP_F32: run_job<F32>(&job, num_threads, merge); break;
         case HFP_BF16: run_job<BF16>(&job, num_threads, merge); break;
         default: run_job<F16>(&job, num_threads, merge); break;
     }
+#endif
     return job.failed ? HFP_NO_MEMORY : HFP_OK;
 }

@@ -99,6 +99,10 @@ inline uint64_t finalize(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+// A core's own prefetchers leave half of the bandwidth unused on the servers we measured. Reading past the end of an
+// array this way is harmless.
+inline void prefetch_ahead(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + 4096, 0, 2); }
+
 // One piece of a checksum: eight independent chains, so that the multiplier and not its latency is the limit. Without
 // the rotation a flipped top bit would stay a top bit and two of them would cancel.
 uint64_t checksum_piece(const unsigned char* p, int64_t n, uint64_t seed) {
@@ -106,6 +110,7 @@ uint64_t checksum_piece(const unsigned char* p, int64_t n, uint64_t seed) {
     for (int i = 0; i < 8; i++) h[i] = finalize(seed * 8 + static_cast<uint64_t>(i) + kMixA);
     int64_t at = 0;
     for (; at + 64 <= n; at += 64) {
+        prefetch_ahead(p + at);
         uint64_t w[8];
         memcpy(w, p + at, 64);
         for (int i = 0; i < 8; i++) h[i] = rotate((h[i] ^ w[i]) * kMixA, 29);
@@ -189,7 +194,8 @@ HFP_EXPORT int hfp_attend(const hfp_layer* layer, const hfp_batch* batch, const 
     args.num_tokens = num_tokens;
     args.num_q_heads = num_q_heads;
     args.num_threads = num_threads;
-    switch (layer->isa) {
+    const int isa = layer->dtype != HFP_BF16 && layer->isa > HFP_AVX512 ? HFP_AVX512 : layer->isa;
+    switch (isa) {
 #if defined(HFP_X86)
         case HFP_AVX2: return hfp_attend_avx2(&args);
         case HFP_AVX512: return hfp_attend_avx512(&args);
@@ -313,9 +319,10 @@ HFP_EXPORT uint64_t hfp_read(const void* data, int64_t num_bytes, int32_t num_th
 #endif
     for (int64_t i = 0; i < pieces; i++) {
         V8 a = {}, b = {}, c = {}, d = {};
-        for (int64_t at = 0; at < piece; at += 256) {
+        for (int64_t at = 0; at < piece / 4; at += 64) {
             V8 w[4];
-            memcpy(w, bytes + i * piece + at, 256);
+            for (int j = 0; j < 4; j++) prefetch_ahead(bytes + i * piece + at + piece / 4 * j);
+            for (int j = 0; j < 4; j++) memcpy(&w[j], bytes + i * piece + at + piece / 4 * j, 64);
             a ^= w[0];
             b ^= w[1];
             c ^= w[2];

@@ -99,9 +99,7 @@ class Library:
         )
         self.write = bind("hfp_write", i32, pointer, pointer, pointer, pointer, i64, i64, i64, i64, i64, i32)
         self.gather = bind("hfp_gather", i32, pointer, pointer, pointer, pointer, i64, i32)
-        self.copy_blocks = bind(
-            "hfp_copy_blocks", i32, pointer, pointer, pointer, i64, pointer, pointer, i64, i32
-        )
+        self.copy_blocks = bind("hfp_copy_blocks", i32, pointer, pointer, pointer, i64, pointer, pointer, i64, i32)
         self.checksum = bind("hfp_checksum", ctypes.c_uint64, pointer, i64, i32)
         self.read = bind("hfp_read", ctypes.c_uint64, pointer, i64, i32)
         self.best_isa = bind("hfp_best_isa", i32)()
