@@ -60,7 +60,7 @@ class Settings:
 
     model: str = "demo"
     dtype: str = "float32"
-    max_new_tokens: int = 48
+    max_new_tokens: int = 32
     quick: bool = False
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 def demo(
     model: Annotated[str, typer.Option(help="A model id, a folder, or 'demo' for the bundled SmolLM2-135M.")] = "demo",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and shorter answers.")] = False,
 ) -> None:
     """Show paged generate() beside stock generate(). Exit status 1 if any token differs."""

@@ -22,7 +22,7 @@ def run(settings: Settings) -> bool:
     """Run and show everything; True when all paged results were stock's."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    console = Console(width=None if Console().is_terminal else 100)
+    console = Console(width=None if Console().is_terminal else 100, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.fields[stage]}"), BarColumn(20), TextColumn("{task.description}"))
     try:
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:

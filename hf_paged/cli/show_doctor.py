@@ -24,7 +24,7 @@ def as_json(report: Report) -> None:
 
 def as_tables(report: Report) -> None:
     """For a person."""
-    console = Console()
+    console = Console(highlight=False)
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, version in report.versions.items():
         facts.add_row(name, escape(version))
