@@ -6,19 +6,18 @@ folder. Not a general GGUF reader: what this file's tokenizer is, is written dow
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_paged.errors import UnsupportedError
 
@@ -28,6 +27,22 @@ _FOLDER = "SmolLM2-135M-Instruct"
 _CONVERSION = 1
 #: GGUF's token type for tokens that are never made from text
 _CONTROL = 3
+#: special tokens by transformers' names and by GGUF's
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
+#: GGUF's names of a Llama's parts
+_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def demo_path(progress: Callable[[str], None] | None = None) -> Path:
@@ -89,35 +104,66 @@ def _demo_gguf() -> tuple[Path, str]:
 
 
 def _convert(gguf_file: Path, target: Path) -> None:
-    _convert_weights(gguf_file, target)
-    _convert_tokenizer(gguf_file).save_pretrained(target)
-
-
-def _convert_weights(gguf_file: Path, target: Path) -> None:
-    """The weights are dequantised and rounded to bf16, and stored so: an fp32 and a bf16 copy then hold the same
-    values."""
-    quantised = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
-    # transformers 5.24 refuses to save a model that came from GGUF; one that only has its values is an ordinary one
-    config = copy.deepcopy(quantised.config)
-    for leftover in ("quantization_config", "_model_name_or_path"):
-        if hasattr(config, leftover):
-            delattr(config, leftover)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict(quantised.state_dict())
-    plain.generation_config = quantised.generation_config
-    plain.to(torch.bfloat16).save_pretrained(target)
-
-
-def _convert_tokenizer(gguf_file: Path) -> PreTrainedTokenizerFast:
-    """Built from the file's own fields. The conversion in transformers gives another end token on 5.17 than on 5.24,
-    and leaves out this file's rule for digits on both."""
     from gguf import GGUFReader
 
-    fields = GGUFReader(gguf_file).fields
+    reader = GGUFReader(gguf_file)
 
     def read(key: str) -> Any:
-        return fields[key].contents()
+        return reader.fields[key].contents()
 
+    _convert_weights(reader.tensors, read, target)
+    _convert_tokenizer(read).save_pretrained(target)
+
+
+def _convert_weights(tensors: Iterable[Any], read: Callable[[str], Any], target: Path) -> None:
+    """The weights are dequantised and rounded to bf16, and stored so: an fp32 and a bf16 copy then hold the same
+    values. Not done by ``from_pretrained(gguf_file=...)``, which needs accelerate and makes a model that transformers
+    5.24 refuses to save."""
+    from gguf.quants import dequantize
+
+    special = {f"{name}_token_id": read(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    config = LlamaConfig(
+        vocab_size=read("llama.vocab_size"),
+        hidden_size=read("llama.embedding_length"),
+        intermediate_size=read("llama.feed_forward_length"),
+        num_hidden_layers=read("llama.block_count"),
+        num_attention_heads=read("llama.attention.head_count"),
+        num_key_value_heads=read("llama.attention.head_count_kv"),
+        max_position_embeddings=read("llama.context_length"),
+        rms_norm_eps=read("llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": read("llama.rope.freq_base")},
+        tie_word_embeddings=True,
+        **special,
+    )
+    weights = {}
+    for tensor in tensors:
+        name, values = _hf_name(tensor.name), dequantize(tensor.data, tensor.tensor_type)
+        if name.endswith((".q_proj.weight", ".k_proj.weight")):
+            values = _rotary_halves(values, read("llama.rope.dimension_count"))
+        weights[name] = torch.tensor(values)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(weights)
+    model.generation_config = GenerationConfig(**special)
+    model.bfloat16().save_pretrained(target)
+
+
+def _hf_name(name: str) -> str:
+    """``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight`` to transformers."""
+    part, _, kind = name.rpartition(".")
+    prefix, _, last = part.rpartition(".")
+    return f"model.{prefix.replace('blk.', 'layers.')}{'.' if prefix else ''}{_NAMES[last]}.{kind}"
+
+
+def _rotary_halves(values: Any, head_dim: int) -> Any:
+    """GGUF keeps the two numbers that rotate together side by side; transformers keeps them half a head apart."""
+    pairs = values.reshape(-1, head_dim // 2, 2, values.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _convert_tokenizer(read: Callable[[str], Any]) -> PreTrainedTokenizerFast:
+    """Built from the file's own fields. The conversion in transformers gives another end token on 5.17 than on 5.24,
+    and leaves out this file's rule for digits on both."""
     tokens: list[str] = read("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in read("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -134,16 +180,10 @@ def _convert_tokenizer(gguf_file: Path) -> PreTrainedTokenizerFast:
         ]
     )
 
-    def special(name: str) -> str:
-        token_id: int = read(f"tokenizer.ggml.{name}_token_id")
-        return tokens[token_id]
-
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=special("bos"),
-        eos_token=special("eos"),
-        pad_token=special("padding"),
-        unk_token=special("unknown"),
+        **{f"{name}_token": tokens[read(f"tokenizer.ggml.{key}_token_id")] for name, key in _SPECIAL.items()},
+        unk_token=tokens[read("tokenizer.ggml.unknown_token_id")],
         chat_template=read("tokenizer.chat_template"),
         model_max_length=read("llama.context_length"),
         padding_side="left",
