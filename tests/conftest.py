@@ -1,4 +1,4 @@
-"""What every test may rely on: no network, two threads, and the demo model loaded once a session."""
+"""What every test may rely on: no network, one thread, and the demo model loaded once a session."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-torch.set_num_threads(2)
+# Tiny models gain nothing from a second thread, and waiting threads that spin cost a busy machine dearly; tests run
+# in parallel processes instead. Tests of threading set their own number.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

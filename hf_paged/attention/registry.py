@@ -25,14 +25,10 @@ AUTO = "auto"
 @functools.cache
 def backends() -> dict[str, AttentionBackend]:
     """Every backend this package has, best first, whether it can run here or not."""
+    from hf_paged.attention.backends.cpu_native import CpuNativeBackend
     from hf_paged.attention.backends.torch_reference import TorchReferenceBackend
 
-    found: list[AttentionBackend] = [TorchReferenceBackend()]
-    try:  # TEMPORARY
-        from hf_paged.attention.backends.cpu_native import CpuNativeBackend
-        found.append(CpuNativeBackend())
-    except ImportError:
-        pass
+    found: list[AttentionBackend] = [CpuNativeBackend(), TorchReferenceBackend()]
     found.sort(key=lambda b: -b.priority)
     return {b.name: b for b in found}
 

@@ -88,7 +88,15 @@ class ModelKV:
         self.shared: SharedKV | None = None
         self.watch = WeightsWatch()
         self.calls = self.prompt_tokens = self.hit_tokens = 0
+        #: what the model's profile says of each layer that has blocks
         self.obstacles: dict[int, str | None] = {}
+        self.paged_layers: list[int] = []
+
+    def served(self) -> tuple[list[int], dict[int, str]]:
+        """Layers that attend on blocks, and those that do not with the reason."""
+        missing = "its keys never reached the attention interface"
+        why = {i: self.obstacles.get(i, missing) for i in self.paged_layers}
+        return [i for i, reason in why.items() if reason is None], {i: r for i, r in why.items() if r is not None}
 
     def pool_for(self, config: CacheConfig, num_layers: int) -> SharedKV:
         """The pool for this geometry; another geometry replaces it, and calls still on the old one keep theirs."""
@@ -220,16 +228,15 @@ def cache_stats(model: Any) -> CacheStats:
             hit_tokens=kv.hit_tokens,
             prefilled_tokens=kv.prompt_tokens - kv.hit_tokens,
             weights_epoch=kv.watch.epoch,
-            native=sorted(i for i, why in kv.obstacles.items() if why is None),
-            gathered={i: why for i, why in sorted(kv.obstacles.items()) if why is not None},
+            native=kv.served()[0],
+            gathered=kv.served()[1],
         )
         shared = kv.shared
     if shared is not None and shared.manager is not None:
         blocks, per_block = shared.manager.stats(), shared.pool.bytes_per_block
         stats.block_size = shared.config.block_size
-        stats.total_blocks, stats.free_blocks = blocks.num_blocks, blocks.free_blocks
-        stats.cached_blocks = blocks.evictable_blocks
-        stats.used_blocks = stats.total_blocks - stats.free_blocks - stats.cached_blocks
+        stats.total_blocks, stats.free_blocks = blocks.num_blocks - 1, blocks.free_blocks
+        stats.cached_blocks, stats.used_blocks = blocks.evictable_blocks, blocks.owned_blocks
         stats.bytes_per_block = per_block
         stats.used_bytes, stats.cached_bytes = stats.used_blocks * per_block, stats.cached_blocks * per_block
         stats.reserved_bytes = shared.pool.reserved_bytes
@@ -352,7 +359,7 @@ def _install_cache(
     else:
         cache.self_attention_cache = paged
     kv.calls += 1
-    kv.obstacles = paged.profile.obstacles
+    kv.obstacles, kv.paged_layers = paged.profile.obstacles, [layer.layer_idx for layer in paged.paged_layers]
     call = _stack.calls[-1] if _stack.calls and _stack.calls[-1].model is model else None
     if call is not None:
         call.cache, call.kv, call.config = paged, kv, config

@@ -84,7 +84,7 @@ def _sum_bytes(data: torch.Tensor) -> int:
     if data.device.type == "cpu":
         from hf_paged.kernels import cpu
 
-        native = cpu.checksum(data) if hasattr(cpu, "checksum") else None  # TEMPORARY
+        native = cpu.checksum(data)
         if native is not None:
             return native
     head = data[: data.numel() // 4 * 4].view(torch.int32) if data.data_ptr() % 4 == 0 else data
