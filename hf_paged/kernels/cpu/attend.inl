@@ -389,6 +389,7 @@ struct Work {
     float* alpha;
     char* v_edge;  // two groups of V with what nobody may see zeroed
     char* v_flat;  // AMX: the V of a chunk in one piece
+    int tiles;     // AMX: what the tiles are configured for
 };
 
 HFP_INLINE int tile_rows(const Job* job) { return static_cast<int>(round_up(job->tile_queries * job->group, kAmxStrip)); }
@@ -426,6 +427,7 @@ HFP_INLINE bool make_work(const Job* job, Work* w) {
     w->alpha = reinterpret_cast<float*>(parts[6]);
     w->v_edge = parts[7];
     w->v_flat = parts[8];
+    w->tiles = 0;
     return true;
 }
 
@@ -602,6 +604,121 @@ HFP_INLINE void start_rows(const Work& w, int rows) {
     }
 }
 
+// ---------------------------------------------------------------------------------------------- AMX
+
+#if HFP_USE_AMX
+struct TileConfig {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+
+HFP_INLINE void shape_tile(TileConfig* c, int tile, int rows, int bytes) {
+    c->rows[tile] = static_cast<uint8_t>(rows);
+    c->bytes[tile] = static_cast<uint16_t>(bytes);
+}
+
+// For kAmxStrip rows: tiles 0-3 results, 4-5 rows of Q or P, 6-7 K or V, all of full size.
+constexpr int kWideTiles = kAmxStrip;
+// For a few rows: 0-3 results, 4 Q, 5 P of one group, 6 K of one group, 7 V of one group, which is half a tile.
+constexpr int kMaxNarrowRows = 16;
+
+HFP_INLINE void configure_tiles(int rows, int* configured) {
+    if (*configured == rows) return;
+    *configured = rows;
+    alignas(64) TileConfig c;
+    memset(&c, 0, sizeof c);
+    c.palette = 1;
+    const bool wide = rows == kWideTiles;
+    for (int i = 0; i < 5; i++) shape_tile(&c, i, wide ? 16 : rows, 64);
+    shape_tile(&c, 5, wide ? 16 : rows, wide ? 64 : 32);
+    shape_tile(&c, 6, 16, 64);
+    shape_tile(&c, 7, wide ? 16 : 8, 64);
+    _tile_loadconfig(&c);
+}
+
+// score_rows and value_rows for at most kMaxNarrowRows rows. A decode step is bound by memory, but only as long as
+// the arithmetic stays well below it, also where two hyper-threads share the vector units.
+HFP_INLINE void amx_score_rows(const uint16_t* q, int64_t ldq, const char* const* k, const char* const* ahead, int num_groups, int dk,
+                               float* s) {
+#define HFP_SCORE_TILE(tile)                                                                     \
+    _tile_loadd(6, k[g + tile] + d * 32, 64);                                                    \
+    for (int x = 0; x < 1024; x += 64) prefetch<false>(ahead[g + tile] + d * 32 + x);            \
+    _tile_dpbf16ps(tile, 4, 6)
+    for (int g = 0; g < num_groups; g += 4) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int d = 0; d < dk; d += 32) {
+            _tile_loadd(4, q + d, ldq * 2);
+            HFP_SCORE_TILE(0);
+            HFP_SCORE_TILE(1);
+            HFP_SCORE_TILE(2);
+            HFP_SCORE_TILE(3);
+        }
+        float* target = s + g * kGroup;
+        _tile_stored(0, target, kMaxChunk * 4);
+        _tile_stored(1, target + 16, kMaxChunk * 4);
+        _tile_stored(2, target + 32, kMaxChunk * 4);
+        _tile_stored(3, target + 48, kMaxChunk * 4);
+    }
+#undef HFP_SCORE_TILE
+}
+
+template <int TILES>
+HFP_INLINE void amx_value_columns(const uint16_t* p, const char* const* v, const char* const* ahead, int num_groups, int dvp, int c0,
+                                  float* o) {
+    const int64_t stride = static_cast<int64_t>(dvp) * 4;
+    _tile_loadd(0, o + c0, stride);
+    _tile_loadd(1, o + c0 + 16, stride);
+    if (TILES == 4) {
+        _tile_loadd(2, o + c0 + 32, stride);
+        _tile_loadd(3, o + c0 + 48, stride);
+    }
+    for (int g = 0; g < num_groups; g++) {
+        const char* b = v[g] + c0 * 4;
+        const char* next = ahead[g] + c0 * 4;
+        _tile_loadd(5, p + g * kGroup, kMaxChunk * 2);
+        _tile_loadd(7, b, stride);
+        _tile_dpbf16ps(0, 5, 7);
+        _tile_loadd(7, b + 64, stride);
+        _tile_dpbf16ps(1, 5, 7);
+        if (TILES == 4) {
+            _tile_loadd(7, b + 128, stride);
+            _tile_dpbf16ps(2, 5, 7);
+            _tile_loadd(7, b + 192, stride);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        for (int pair = 0; pair < 8; pair++) {
+            HFP_UNROLL for (int x = 0; x < TILES; x++) prefetch<false>(next + pair * stride + x * 64);
+        }
+    }
+    _tile_stored(0, o + c0, stride);
+    _tile_stored(1, o + c0 + 16, stride);
+    if (TILES == 4) {
+        _tile_stored(2, o + c0 + 32, stride);
+        _tile_stored(3, o + c0 + 48, stride);
+    }
+}
+
+HFP_INLINE void scale_rows(float* o, int rows, int dvp, const float* alpha) {
+    for (int i = 0; i < rows; i++) {
+        if (alpha[i] == 1.0f) continue;
+        const VF a = splat(alpha[i]);
+        for (int d = 0; d < dvp; d += HFP_W) store(o + static_cast<int64_t>(i) * dvp + d, load(o + static_cast<int64_t>(i) * dvp + d) * a);
+    }
+}
+
+HFP_INLINE void amx_value_rows(const uint16_t* p, const char* const* v, const char* const* ahead, int num_groups, int rows, int dvp,
+                               const float* alpha, float* o) {
+    scale_rows(o, rows, dvp, alpha);
+    int c = 0;
+    for (; c + 64 <= dvp; c += 64) amx_value_columns<4>(p, v, ahead, num_groups, dvp, c, o);
+    if (c < dvp) amx_value_columns<2>(p, v, ahead, num_groups, dvp, c, o);
+}
+#endif
+
 template <class T>
 void run_item(const Job* job, const Item& item, int head, const Item* next_item, int next_head, Work& w) {
     const hfp_layer* layer = job->args->layer;
@@ -618,7 +735,12 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
     const int start = item.k0 / kGroup * kGroup;
     int side = 0;
     groups[0].n = locate(job, item.seq, head, start, imin(start + kChunk, item.k1), groups[0].k, groups[0].v);
+#if HFP_USE_AMX
+    const bool narrow_tiles = job->amx;
+    const int strips = ceil_div(rows, narrow_tiles ? kMaxNarrowRows : kStrip);
+#else
     const int strips = ceil_div(rows, kStrip);
+#endif
     for (int c0 = start; c0 < item.k1; c0 += kChunk, side ^= 1) {
         Groups& here = groups[side];
         Groups& ahead = groups[side ^ 1];
@@ -650,11 +772,20 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
             const int num_groups = g1 - g0, first_key = c0 + g0 * kGroup;
             const bool pf = fetch && strip == 0;
             const typename T::Query* qs = q + r0 * ldq;
+            float* o = w.o + r0 * job->dvp;
+            const typename T::Weight* p = reinterpret_cast<const typename T::Weight*>(w.p);
+#if HFP_USE_AMX
+            if (narrow_tiles) {
+                configure_tiles(n, &w.tiles);
+                amx_score_rows(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s);
+                weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
+                amx_value_rows(p, v + g0, (pf ? ahead.v : here.v) + g0, num_groups, n, job->dvp, w.alpha + r0, o);
+                continue;
+            }
+#endif
 #define HFP_SCORE(M) score_rows<T, M>(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s)
             HFP_FOR_M(n, HFP_SCORE)
             weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
-            float* o = w.o + r0 * job->dvp;
-            const typename T::Weight* p = reinterpret_cast<const typename T::Weight*>(w.p);
 #define HFP_VALUE(M) \
     value_rows<T, M>(p, v + g0, (pf ? ahead.v : here.v) + g0, num_groups, job->dvp, w.alpha + r0, o)
             HFP_FOR_M(n, HFP_VALUE)
@@ -663,26 +794,7 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
     finish<T>(job, item, head, w);
 }
 
-// ---------------------------------------------------------------------------------------------- AMX
-
 #if HFP_USE_AMX
-struct TileConfig {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-};
-
-HFP_INLINE void configure_tiles() {
-    alignas(64) TileConfig c;
-    memset(&c, 0, sizeof c);
-    c.palette = 1;
-    for (int i = 0; i < 8; i++) {
-        c.bytes[i] = 64;
-        c.rows[i] = 16;
-    }
-    _tile_loadconfig(&c);
-}
-
 // Long bf16 prompts: strips of 32 rows as 2 x 2 tiles. K is read in place, V is put in one piece once a chunk because
 // a tile needs the token pairs of two groups at one stride.
 void run_item_amx(const Job* job, const Item& item, int head, Work& w) {
@@ -694,6 +806,7 @@ void run_item_amx(const Job* job, const Item& item, int head, Work& w) {
     const int position0 = job->args->batch->seq_lens[item.seq] -
                           (job->args->batch->cu_seqlens_q[item.seq + 1] - job->args->batch->cu_seqlens_q[item.seq]) + item.j0;
     const int padded = static_cast<int>(round_up(rows, kAmxStrip));
+    configure_tiles(kWideTiles, &w.tiles);
     pack_queries<BF16>(job, item, head, dk, q);
     memset(q + static_cast<int64_t>(rows) * dk, 0, static_cast<size_t>(padded - rows) * dk * 2);
     start_rows(w, rows);
@@ -750,12 +863,7 @@ void run_item_amx(const Job* job, const Item& item, int head, Work& w) {
                 memset(p + n * kMaxChunk, 0, static_cast<size_t>(kAmxStrip - n) * kMaxChunk * 2);
             }
             float* o = w.o + static_cast<int64_t>(r0) * dvp;
-            for (int i = 0; i < n; i++) {
-                const float alpha = w.alpha[r0 + i];
-                if (alpha == 1.0f) continue;
-                const VF a = splat(alpha);
-                for (int d = 0; d < dvp; d += HFP_W) store(o + i * dvp + d, load(o + i * dvp + d) * a);
-            }
+            scale_rows(o, n, dvp, w.alpha + r0);
             const char* flat = w.v_flat + g0 * job->v_group_bytes;
             for (int c = 0; c < dvp; c += 32) {
                 float* oc = o + c;
@@ -818,9 +926,6 @@ void run_thread(Job* job) {
     }
     const int heads = job->args->layer->num_kv_heads;
     const int64_t total = static_cast<int64_t>(job->num_items) * heads;
-#if HFP_USE_AMX
-    if (job->amx) configure_tiles();
-#endif
     // Each thread knows its next item before it starts one, so that the last chunk can prefetch for it.
     int64_t mine = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
     while (mine < total) {
@@ -839,7 +944,7 @@ void run_thread(Job* job) {
         mine = then;
     }
 #if HFP_USE_AMX
-    if (job->amx) _tile_release();
+    if (w.tiles) _tile_release();
 #endif
 }
 
