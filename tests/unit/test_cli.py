@@ -36,6 +36,7 @@ def test_missing_libraries_are_a_sentence_not_a_traceback(monkeypatch):
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.versions
 def test_doctor_says_what_is_used():
     done = runner.invoke(app, ["doctor"])
     assert done.exit_code == 0
@@ -108,6 +109,7 @@ def run_demo(folder: Path | str, *options: str):
 
 
 @pytest.mark.model
+@pytest.mark.versions
 def test_demo_shows_each_part_and_succeeds_when_tokens_are_equal(tiny_folder):
     done = run_demo(tiny_folder)
     assert done.exit_code == 0, done.output

@@ -18,6 +18,7 @@ from hf_paged.model.loader import load, load_tokenizer
 
 
 @pytest.mark.model
+@pytest.mark.versions
 def test_demo_answers_a_question(smollm2):
     model, tokenizer = smollm2
     prompt = tokenizer.apply_chat_template(
@@ -49,6 +50,7 @@ def test_demo_keeps_the_dtype_of_the_conversion_unless_told_otherwise(smollm2):
 
 
 @pytest.mark.model
+@pytest.mark.versions
 def test_demo_tokenizer_is_ready_for_batches(smollm2):
     _, tokenizer = smollm2
     assert (tokenizer.padding_side, tokenizer.pad_token, tokenizer.eos_token) == ("left", "<|im_end|>", "<|im_end|>")
