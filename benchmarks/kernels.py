@@ -35,7 +35,7 @@ CPU = CpuNativeBackend()
 BLOCK = 16
 BATCH = 32
 RUNS = 5
-#: below this a sample is repeated: clocks and schedulers are coarse
+#: a sample takes at least this long: clocks and schedulers are coarse
 MIN_SAMPLE_S = 0.03
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 FAKE_TOKENS = 5003  # prime, so that no two blocks of a pool are alike
@@ -94,39 +94,41 @@ def working_set() -> int:
 
 
 def read_bandwidth(num_bytes: int, threads: int) -> float:
-    """GB/s of the best of several plain reads of one large buffer."""
+    """GB/s of plain reads of one large buffer, in pieces of the size of a layer: the best quarter of many."""
     buffer = torch.ones(num_bytes, dtype=torch.uint8)
-    read = native.library().read
-    best = float("inf")
-    for _ in range(RUNS + 2):
-        start = time.perf_counter()
-        read(buffer.data_ptr(), num_bytes, threads)
-        best = min(best, time.perf_counter() - start)
-    return num_bytes / best / 1e9
+    read, start_of = native.library().read, buffer.data_ptr()
+    piece = min(32 << 20, num_bytes)
+    times = []
+    for _ in range(RUNS):
+        for offset in range(0, num_bytes - piece + 1, piece):
+            start = time.perf_counter()
+            read(start_of + offset, piece, threads)
+            times.append(time.perf_counter() - start)
+    return piece / sorted(times)[len(times) // 4] / 1e9
 
 
 # -------------------------------------------------------------------------------------------------------- timing
 
 
-def sample(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    count = 0
-    while True:
+def sample(call: Callable[[], object], calls: int) -> float:
+    """The median time of at least ``calls`` calls, and of as many as fill MIN_SAMPLE_S."""
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < calls or time.perf_counter() - begin < MIN_SAMPLE_S:
+        start = time.perf_counter()
         call()
-        count += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= MIN_SAMPLE_S:
-            return elapsed / count
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
 
 
-def medians(*calls: Callable[[], object]) -> list[float]:
-    """The median time of each call; they take turns."""
+def medians(*calls: tuple[Callable[[], object], int]) -> list[float]:
+    """The median over RUNS samples of each call, given with the least number of calls a sample; they take turns."""
     times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
+    for call, _ in calls:
         call()
     for _ in range(RUNS):
-        for call, collected in zip(calls, times, strict=True):
-            collected.append(sample(call))
+        for (call, least), collected in zip(calls, times, strict=True):
+            collected.append(sample(call, least))
     return [sorted(collected)[RUNS // 2] for collected in times]
 
 
@@ -194,22 +196,22 @@ def decode(shape: Shape, dtype: torch.dtype, context: int) -> DecodeResult:
     flat, q4 = tables.flatten(), query[:, :, None]
     gathered_shape = (BATCH, context, spec.num_kv_heads, spec.head_dim)
 
-    def run_paged() -> None:
-        for kv in paged:
-            CPU.attend(query, kv, metadata, params)
+    turns = {"paged": 0, "gathered": 0}
 
-    turn = 0
+    def next_layer(who: str) -> int:
+        turns[who] += 1
+        return turns[who] % num_layers
+
+    def run_paged() -> None:
+        CPU.attend(query, paged[next_layer("paged")], metadata, params)
 
     def run_gathered() -> None:
-        nonlocal turn
-        k_pool, v_pool = row_major[turn % num_layers]
-        turn += 1
+        k_pool, v_pool = row_major[next_layer("gathered")]
         gk = k_pool.index_select(0, flat).view(gathered_shape).transpose(1, 2)
         gv = v_pool.index_select(0, flat).view(gathered_shape).transpose(1, 2)
         F.scaled_dot_product_attention(q4, gk, gv, scale=params.scaling, enable_gqa=True)
 
-    paged_s, gathered_s = medians(run_paged, run_gathered)
-    paged_s /= num_layers
+    paged_s, gathered_s = medians((run_paged, num_layers), (run_gathered, 1))
     out = CPU.attend(query, paged[-1], metadata, params)
     error = 0.0
     for i in (0, BATCH - 1):
@@ -262,9 +264,9 @@ def prefill(shape: Shape, dtype: torch.dtype, new: int, cached: int) -> PrefillR
     def run_sdpa_repeated() -> None:
         F.scaled_dot_product_attention(q4, k_all, v_all, mask, is_causal=mask is None)
 
-    paged_s, gqa_s, repeated_s = medians(run_paged, run_sdpa, run_sdpa_repeated)
-    pools = (x.view(num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim) for x in (k, v))
-    want = reference(query, *pools, torch.arange(num_blocks), total, params.scaling)
+    paged_s, gqa_s, repeated_s = medians((run_paged, 1), (run_sdpa, 1), (run_sdpa_repeated, 1))
+    k_pool, v_pool = (x.view(num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim) for x in (k, v))
+    want = reference(query, k_pool, v_pool, torch.arange(num_blocks), total, params.scaling)
     error = (run_paged().float() - want).abs().max().item()
     return PrefillResult(paged_s, min(gqa_s, repeated_s), error)
 
@@ -321,9 +323,8 @@ def main() -> int:
 
     prompts = [(2048, 0)] if args.quick else [(2048, 0), (1024, 1024), (2048, 2048)]
     print(f"\nprefill, one sequence, one layer, median of {RUNS}")
-    print(
-        f"{'shape':<20} {'dtype':<5} {'new':>5} {'cached':>7} {'paged ms':>9} {'sdpa ms':>8} {'ratio':>7} {'max err':>8}"
-    )
+    print(f"{'shape':<20} {'dtype':<5} {'new':>5} {'cached':>7} {'paged ms':>9} {'sdpa ms':>8} {'ratio':>7}", end="")
+    print(f" {'max err':>8}")
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             for new, cached in prompts:
