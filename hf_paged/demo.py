@@ -79,11 +79,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Generated:
-    """One ``generate()`` call: ``sequences [rows, width]`` with the prompt, seconds, and bytes of keys and values held
-    at its end. ``scores [rows]`` only for beams."""
+    """One ``generate()`` call: ``sequences [rows, width]`` with the prompt, seconds for all its steps (one a new column),
+    and bytes of keys and values held at its end. ``scores [rows]`` only for beams."""
 
     sequences: torch.Tensor
     seconds: float
+    steps: int
     kv_bytes: int
     scores: torch.Tensor | None = None
 
@@ -246,7 +247,8 @@ def generate(
     if paged and not isinstance(cache, hf_paged.PagedCache):
         kind = subject.model.config.model_type
         raise UnsupportedError(f"{kind} models keep no plain keys and values, so there is nothing to page; try another")
-    return Generated(out.sequences, seconds, kv_bytes(cache), getattr(out, "sequences_scores", None))
+    steps = out.sequences.shape[1] - inputs["input_ids"].shape[1]
+    return Generated(out.sequences, seconds, steps, kv_bytes(cache), getattr(out, "sequences_scores", None))
 
 
 def kv_bytes(cache: Any) -> int:

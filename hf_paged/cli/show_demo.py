@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_paged
 from hf_paged import demo
-from hf_paged.demo import Comparison, Settings, Subject, Turn
+from hf_paged.demo import Comparison, Generated, Settings, Subject, Turn
 
 _T = TypeVar("_T")
 
@@ -118,7 +118,7 @@ def _show_memory(console: Console, comparisons: Sequence[Comparison]) -> None:
 def _show_times(
     console: Console, single: Sequence[Comparison], turns: Sequence[Turn], ragged: Comparison, beams: Comparison
 ) -> None:
-    table = _table("Time, one run each", "what", "stock", "paged", "paged/stock")
+    table = _table("Time for one more token (prompt included), one run each", "what", "stock", "paged", "paged/stock")
     rows = [
         ("one row at a time", single),
         ("chat, reusing prefixes", [turn.comparison for turn in turns]),
@@ -126,8 +126,8 @@ def _show_times(
         (beams.title, [beams]),
     ]
     for name, group in rows:
-        stock, paged = sum(one.stock.seconds for one in group), sum(one.paged.seconds for one in group)
-        table.add_row(name, f"{stock:.2f} s", f"{paged:.2f} s", _ratio(paged, stock))
+        stock, paged = _milliseconds([one.stock for one in group]), _milliseconds([one.paged for one in group])
+        table.add_row(name, f"{stock:.1f} ms", f"{paged:.1f} ms", _ratio(paged, stock))
     console.print(table)
 
 
@@ -160,6 +160,11 @@ def _mark(one: Comparison) -> str:
     if one.identical:
         return "[green]identical[/]"
     return f"[yellow]tie ({one.gap:.2g})[/]" if one.holds else f"[bold red]differs ({one.gap:.2g})[/]"
+
+
+def _milliseconds(calls: Sequence[Generated]) -> float:
+    """Per step, since a tie may make one of two answers longer."""
+    return 1000 * sum(call.seconds for call in calls) / max(1, sum(call.steps for call in calls))
 
 
 def _bytes(one: Comparison) -> tuple[int, int]:
