@@ -79,8 +79,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Generated:
-    """One ``generate()`` call: ``sequences [rows, width]`` with the prompt, seconds for all its steps (one a new column),
-    and bytes of keys and values held at its end. ``scores [rows]`` only for beams."""
+    """One ``generate()`` call: ``sequences [rows, width]`` with the prompt, seconds for all its steps (one for each new
+    column), and bytes of keys and values held at its end. ``scores [rows]`` only for beams."""
 
     sequences: torch.Tensor
     seconds: float
