@@ -30,7 +30,7 @@ extern "C" int omp_get_thread_num(void);
 namespace {
 
 constexpr int kGroup = 16;    // tokens whose K values share a register
-constexpr int kSplit = 256;   // keys in one split of a decode step
+constexpr int kSplit = 512;   // keys in one split of a decode step
 constexpr int kSplitMaxQueries = 63;
 constexpr int kChunk = 128;   // keys scored at once
 constexpr int kAmxChunk = 256;
@@ -367,6 +367,7 @@ struct Job {
     const Item* items;
     int num_items;
     float* partials;
+    int64_t unit;     // how many of them a thread takes at a time
     int64_t next;     // shared counter of (item, head) pairs
     int64_t next_merge;
     int failed;
@@ -926,10 +927,13 @@ void run_thread(Job* job) {
     }
     const int heads = job->args->layer->num_kv_heads;
     const int64_t total = static_cast<int64_t>(job->num_items) * heads;
-    // Each thread knows its next item before it starts one, so that the last chunk can prefetch for it.
-    int64_t mine = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+    // Work is taken in units, the KV heads of one item where there is plenty: their pieces of a block are neighbours in
+    // memory. Each thread knows its next unit before it starts one, so that the last chunk can prefetch for it.
+    const int64_t unit = job->unit;
+    int64_t mine = __atomic_fetch_add(&job->next, unit, __ATOMIC_RELAXED), left = unit;
     while (mine < total) {
-        const int64_t then = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        const int64_t then = --left ? mine + 1 : __atomic_fetch_add(&job->next, unit, __ATOMIC_RELAXED);
+        if (!left) left = unit;
         const Item& item = job->items[mine / heads];
         const int head = static_cast<int>(mine % heads);
         const Item* next_item = then < total ? job->items + then / heads : nullptr;
@@ -1093,6 +1097,7 @@ int HFP_ATTEND(const hfp_attend_args* args) {
     const int64_t bytes = keys * layer->num_kv_heads * (layer->dk + job.dvp) * size;
     const int num_threads = bytes < kSerialBytes ? 1 : args->num_threads;
     const bool merge = partial_rows > 0;
+    job.unit = job.num_items >= 8 * num_threads ? layer->num_kv_heads : 1;
 #if HFP_BF16_DOT
     run_job<BF16>(&job, num_threads, merge);  // other dtypes gain nothing from this level: see hfp_attend
 #else
