@@ -47,7 +47,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {**_BASE, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 8}),
     "bloom": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}),
     "falcon": ("FalconConfig", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "alibi": False, "new_decoder_architecture": False, "multi_query": True, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}),
-    "mpt": ("MptConfig", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 256, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}),
+    "mpt": ("MptConfig", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 256, "use_cache": True, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
     "gptj": ("GPTJConfig", {**_GPT, "rotary_dim": 4}),
     "phi3": ("Phi3Config", {**_BASE, "sliding_window": None}),

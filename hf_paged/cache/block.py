@@ -29,30 +29,52 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 class FreeList:
     """Doubly linked list over block ids ``1..num_blocks-1``, links kept in two lists indexed by id.
 
-    Taking from the front, returning to the front and taking one given id out of the middle are all O(1). A fresh
-    list is in ascending order, so a small workload only ever touches the low end of the pool's memory; a returned
-    block is the next one out, because its pages are already resident and likely still in a CPU cache.
+    Taking from the front, returning to the front and taking one given id out of the middle are all O(1). Ids that were
+    never handed out are not linked yet: they follow, in ascending order, when the linked ones run out. So a pool of
+    millions of blocks costs nothing until they are used, a small workload only ever touches the low end of the pool's
+    memory, and a returned block is the next one out, because its pages are already resident and likely in a CPU cache.
     """
 
-    __slots__ = ("_next", "_prev", "num_blocks", "size")
+    __slots__ = ("_next", "_prev", "linked", "num_blocks", "size")
 
     #: value of a link that belongs to a block outside the list
     _OUT = -1
+    #: ids linked at a time
+    _STRIDE = 256
 
     def __init__(self, num_blocks: int) -> None:
         # Id 0 is the null block, so its links are free to serve as the head: the list is circular through it.
         self.num_blocks = num_blocks
         self.size = num_blocks - 1
-        self._next = [*range(1, num_blocks), 0]
-        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        #: ids below this one have links; the others are free and untouched
+        self.linked = 1
+        self._next = [0]
+        self._prev = [0]
+
+    def _link(self, n: int) -> None:
+        """Link at least ``n`` more untouched ids, at the back."""
+        first = self.linked
+        end = min(first + max(n, self._STRIDE), self.num_blocks)
+        if end == first:
+            return
+        nxt, prev = self._next, self._prev
+        last = prev[0]
+        nxt.extend(range(first + 1, end + 1))
+        prev.extend(range(first - 1, end - 1))
+        nxt[last], prev[first] = first, last
+        nxt[end - 1], prev[0] = 0, end - 1
+        self.linked = end
 
     def __contains__(self, block: int) -> bool:
-        return 0 < block < self.num_blocks and self._next[block] != self._OUT
+        return 0 < block < self.num_blocks and (block >= self.linked or self._next[block] != self._OUT)
 
     def pop(self, n: int) -> list[int]:
         """Take the first ``n`` blocks. Raises InternalError when there are fewer."""
         if n > self.size:
             raise InternalError(f"{n} blocks taken from a free list of {self.size}")
+        untouched = self.num_blocks - self.linked
+        if n > self.size - untouched:
+            self._link(n - (self.size - untouched))
         nxt, prev = self._next, self._prev
         taken: list[int] = []
         block = nxt[0]
@@ -70,6 +92,8 @@ class FreeList:
         """Take one given block. Raises InternalError when it is not in the list."""
         if block not in self:
             raise InternalError(f"block {block} is not free")
+        if block >= self.linked:
+            self._link(block - self.linked + 1)
         nxt, prev = self._next, self._prev
         before, after = prev[block], nxt[block]
         nxt[before] = after
@@ -79,7 +103,7 @@ class FreeList:
 
     def push(self, block: int) -> None:
         """Return a block to the front. Raises InternalError on the null block, a foreign id and a double free."""
-        if not 0 < block < self.num_blocks or self._next[block] != self._OUT:
+        if not 0 < block < self.linked or self._next[block] != self._OUT:
             raise InternalError(f"block {block} cannot become free: it is the null block, foreign, or free already")
         nxt, prev = self._next, self._prev
         first = nxt[0]
@@ -91,13 +115,18 @@ class FreeList:
 
     def to_list(self) -> list[int]:
         """The free ids, front first. Raises InternalError when the links are inconsistent. O(size)."""
+        return [*self.linked_ids(), *range(self.linked, self.num_blocks)]
+
+    def linked_ids(self) -> list[int]:
+        """The free ids that have been handed out or linked before, front first; untouched ones follow them."""
         ids: list[int] = []
+        size = self.size - (self.num_blocks - self.linked)
         previous, block = 0, self._next[0]
         while block != 0:
-            if self._prev[block] != previous or len(ids) > self.size:
+            if self._prev[block] != previous or len(ids) > size:
                 raise InternalError(f"free list broken at block {block}: prev is {self._prev[block]}, not {previous}")
             ids.append(block)
             previous, block = block, self._next[block]
-        if self._prev[0] != previous or len(ids) != self.size:
-            raise InternalError(f"free list holds {len(ids)} blocks, its size says {self.size}")
+        if self._prev[0] != previous or len(ids) != size:
+            raise InternalError(f"free list holds {len(ids)} linked blocks, its size says {size}")
         return ids

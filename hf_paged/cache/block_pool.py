@@ -46,8 +46,9 @@ class BlockPool:
         self.num_cached = 0
         self.on_idle: Callable[[int], None] | None = None
         self._free = FreeList(num_blocks)
-        self._holds = [0] * num_blocks
-        self._cached = [0] * num_blocks
+        # counts of blocks that were handed out at least once; they grow with use, not with the pool
+        self._holds = [0]
+        self._cached = [0]
 
     @property
     def num_usable(self) -> int:
@@ -63,14 +64,14 @@ class BlockPool:
         return self._free.size + self.num_idle
 
     def holds(self, block: int) -> int:
-        return self._holds[block]
+        return self._holds[block] if block < len(self._holds) else 0
 
     def cache_refs(self, block: int) -> int:
-        return self._cached[block]
+        return self._cached[block] if block < len(self._cached) else 0
 
     def ref_count(self, block: int) -> int:
         """All references: holds and cache references."""
-        return self._holds[block] + self._cached[block]
+        return self.holds(block) + self.cache_refs(block)
 
     def is_idle(self, block: int) -> bool:
         return self._holds[block] == 0 and self._cached[block] > 0
@@ -79,6 +80,8 @@ class BlockPool:
         """Take ``n`` free blocks with one hold each. The caller makes room first: too few is an InternalError."""
         blocks = self._free.pop(n)
         holds = self._holds
+        if len(holds) < self._free.linked:
+            self._grow()
         for block in blocks:
             holds[block] = 1
         self.num_owned += n
@@ -87,14 +90,23 @@ class BlockPool:
     def claim(self, block: int) -> None:
         """Take one given free block, with one hold. Raises InternalError when it is not free."""
         self._free.remove(block)
+        self._grow()
         self._holds[block] = 1
         self.num_owned += 1
+
+    def _unused(self, block: int) -> int:
+        raise InternalError(f"block {block} is free: it was never handed out")
+
+    def _grow(self) -> None:
+        missing = [0] * (self._free.linked - len(self._holds))
+        self._holds += missing
+        self._cached += missing
 
     def incref(self, blocks: Iterable[int]) -> None:
         """One more hold on each block. Raises InternalError for a free block: nothing says what it contains."""
         holds, cached = self._holds, self._cached
         for block in blocks:
-            count = holds[block]
+            count = holds[block] if block < len(holds) else self._unused(block)
             if count == 0:
                 if cached[block] == 0:
                     raise InternalError(f"block {block} is free and cannot be shared")
@@ -106,7 +118,7 @@ class BlockPool:
         """Give up one hold on each block, last block first, so that the head of a sequence is reused first."""
         holds, cached = self._holds, self._cached
         for block in reversed(blocks):
-            count = holds[block]
+            count = holds[block] if block < len(holds) else self._unused(block)
             if count <= 0:
                 raise InternalError(f"block {block} released more often than held")
             holds[block] = count - 1
@@ -123,7 +135,7 @@ class BlockPool:
         """One more cache reference on each block. Raises InternalError for a free block."""
         holds, cached = self._holds, self._cached
         for block in blocks:
-            count = cached[block]
+            count = cached[block] if block < len(cached) else self._unused(block)
             if count == 0:
                 if holds[block] == 0:
                     raise InternalError(f"block {block} is free and cannot be cached")
@@ -146,9 +158,10 @@ class BlockPool:
 
     def check_invariants(self, holds: dict[int, int], cache_refs: dict[int, int]) -> None:
         """Compare every count with what the callers say they hold. Raises InternalError at the first difference."""
-        free = set(self._free.to_list())
+        free = set(self._free.linked_ids())
+        untouched = self.num_blocks - self._free.linked
         idle = owned = cached = 0
-        for block in range(self.num_blocks):
+        for block in range(len(self._holds)):
             expected = (holds.get(block, 0), cache_refs.get(block, 0))
             counted = (self._holds[block], self._cached[block])
             if counted != expected:
@@ -165,5 +178,5 @@ class BlockPool:
                 f"(idle, owned, cached) are {(idle, owned, cached)}, "
                 f"the counters say {(self.num_idle, self.num_owned, self.num_cached)}"
             )
-        if len(free) + idle + owned != self.num_usable:
-            raise InternalError(f"free {len(free)} + idle {idle} + owned {owned} is not {self.num_usable}")
+        if len(free) + untouched + idle + owned != self.num_usable:
+            raise InternalError(f"free {len(free) + untouched} + idle {idle} + owned {owned} is not {self.num_usable}")

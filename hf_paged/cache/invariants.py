@@ -54,7 +54,7 @@ def check(pool: BlockPool, tree: RadixTree, held: Iterable[Sequence[int]]) -> No
             raise InternalError(f"{node!r} is kept as detached but is not locked, or still in the tree")
         holds.update(node.blocks)
     pool.check_invariants(holds, cache_refs)
-    for block in range(pool.num_blocks):
+    for block in tree.claimed_blocks():
         if tree.claimed(block) and not cache_refs[block]:
             raise InternalError(f"the tree claims {tree.claimed(block)} tokens of block {block} without storing it")
     tree.queue.check_invariants(tree.nodes())

@@ -112,11 +112,15 @@ class RadixTree:
         self.queue = LeafQueue(pool, policy)
         self._clock = 0
         # Leading tokens of each block that nodes rely on: never written again while the block is cached.
-        self._claims = [0] * pool.num_blocks
+        self._claims: dict[int, int] = {}
 
     def claimed(self, block: int) -> int:
         """How many leading tokens of the block the tree relies on; may overstate after an eviction."""
-        return self._claims[block]
+        return self._claims.get(block, 0)
+
+    def claimed_blocks(self) -> list[int]:
+        """Blocks with a claim."""
+        return list(self._claims)
 
     def match(self, namespace: Namespace, tokens: array[int]) -> tuple[int, list[int], RadixNode | None]:
         """Longest stored prefix of ``tokens``: its length, the blocks holding it, and the node it ends in.
@@ -180,7 +184,7 @@ class RadixTree:
             return 0
         added = blocks[matched // size : num_blocks_for(total, size)]
         self._pool.cache(added)
-        claim_before = self._claims[added[-1]]
+        claim_before = self._claims.get(added[-1], 0)
         for block in added:
             self._claims[block] = size
         if total % size:
@@ -328,4 +332,4 @@ class RadixTree:
 
     def _uncache(self, block: int) -> None:
         if self._pool.uncache(block):
-            self._claims[block] = 0
+            self._claims.pop(block, None)

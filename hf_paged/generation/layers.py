@@ -18,7 +18,7 @@ from hf_paged import compat
 from hf_paged.attention.interface import TAG, AttentionFn
 from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import InternalError, UnsupportedError
-from hf_paged.generation.shared import Profile
+from hf_paged.generation.shared import Profile, SharedKV
 from hf_paged.generation.state import BatchState
 
 #: arguments of an attention call that change nothing a kernel has to know
@@ -66,6 +66,10 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
         _, kv_heads, _, head_dim = key_states.shape
         spec = LayerSpec(kv_heads, head_dim, value_states.shape[-1], key_states.dtype, key_states.device)
         joined = self.state.shared.join(self.layer_idx, spec)
+        if joined is None and self.state.length == 0:
+            # what other calls stored does not fit (heads were resized, say): this cache gets a pool of its own
+            self.state.move_to(SharedKV(self.state.shared.config, self.state.shared.pool.num_layers))
+            joined = self.state.shared.join(self.layer_idx, spec)
         if joined is None:
             raise UnsupportedError(
                 f"layer {self.layer_idx} stores {spec.num_kv_heads} heads of {spec.head_dim}/{spec.v_head_dim} in "

