@@ -28,7 +28,9 @@ def parse_size(value: int | str, *, name: str = "memory") -> int:
     if isinstance(value, str):
         found = _SIZE.fullmatch(value)
         if found is None:
-            raise ConfigError(f"{name}={value!r} is not a size; give bytes as an int or text such as '512MiB' or '2GiB'")
+            raise ConfigError(
+                f"{name}={value!r} is not a size; give bytes as an int or text such as '512MiB' or '2GiB'"
+            )
         size = int(float(found[1]) * _UNITS[(found[2] or "").lower()])
     else:
         size = value
@@ -83,7 +85,7 @@ class CacheConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | CacheConfig | None, base: CacheConfig | None = None) -> CacheConfig:
-        """``base`` (default: the defaults) with ``values`` on top. Unknown keys are an error that names the known ones."""
+        """``base`` (default: the defaults) with ``values`` on top. An unknown key is an error that names the known."""
         if isinstance(values, CacheConfig):
             return values
         base = base or cls()

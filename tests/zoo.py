@@ -18,7 +18,9 @@ _BASE = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, pad_token_id=PAD, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-_GPT = dict(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, pad_token_id=PAD, bos_token_id=1, eos_token_id=2)
+_GPT = dict(
+    vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, pad_token_id=PAD, bos_token_id=1, eos_token_id=2
+)
 
 
 def _moe(**more: Any) -> dict[str, Any]:

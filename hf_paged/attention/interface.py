@@ -24,7 +24,8 @@ from hf_paged import compat
 #: attribute of a key tensor that marks it as belonging to a paged layer
 TAG = "_hf_paged"
 
-AttentionFn = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
+AttentionFn = Callable[..., AttentionOutput]
 
 
 class PagedTag(Protocol):
@@ -40,7 +41,7 @@ class PagedTag(Protocol):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+    ) -> AttentionOutput: ...
 
 
 class MaskAware(Protocol):
@@ -73,7 +74,7 @@ def _wrap_get_interface() -> None:
     original = compat.AttentionInterface.get_interface
 
     def get_interface(self: Any, attn_implementation: str, default: AttentionFn) -> AttentionFn:
-        stock = original(self, attn_implementation, default)
+        stock: AttentionFn = original(self, attn_implementation, default)
 
         def attention(
             module: torch.nn.Module,
@@ -83,14 +84,14 @@ def _wrap_get_interface() -> None:
             attention_mask: torch.Tensor | None,
             *args: Any,
             **kwargs: Any,
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            tag = getattr(key, TAG, None)
+        ) -> AttentionOutput:
+            tag: PagedTag | None = getattr(key, TAG, None)
             if tag is None:
                 return stock(module, query, key, value, attention_mask, *args, **kwargs)
             if args:  # positional scaling or dropout: only the stock function knows what they mean
                 stock_args = args
 
-                def with_args(*a: Any, **k: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+                def with_args(*a: Any, **k: Any) -> AttentionOutput:
                     return stock(*a, *stock_args, **k)
 
                 return tag.attend(None, with_args, module, query, key, value, attention_mask, kwargs)
@@ -100,7 +101,7 @@ def _wrap_get_interface() -> None:
 
     get_interface.__doc__ = original.__doc__
     get_interface.__wrapped__ = original  # type: ignore[attr-defined]
-    compat.AttentionInterface.get_interface = get_interface
+    compat.AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
 
 
 def _wrap_mask_arguments() -> None:

@@ -79,7 +79,7 @@ class BackendReport:
 
 
 def report(device: torch.device | None = None, block_size: int = 16) -> list[BackendReport]:
-    """For a usual layer (8 KV heads of 128, bfloat16) on ``device``: each backend, whether it can run, and the choice."""
+    """For a usual layer (8 KV heads of 128, bfloat16) on ``device``: what each backend says, and the choice."""
     spec = LayerSpec(8, 128, 128, torch.bfloat16, device or torch.device("cpu"))
     chosen = select(spec, block_size)
     lines = []

@@ -59,8 +59,6 @@ class LayerKV:
 class KVStorage(Protocol):
     """The part of an attention backend that the pool needs."""
 
-    name: str
-
     def allocate(self, spec: LayerSpec, num_blocks: int, block_size: int) -> LayerKV: ...
 
     def copy_blocks(self, layers: Sequence[LayerKV], src: Sequence[int], dst: Sequence[int]) -> None: ...
@@ -131,7 +129,7 @@ class KVPool:
         if usable < 1:
             raise OutOfBlocksError(
                 f"memory={memory} bytes does not hold one block: a block of {self.block_size} tokens over "
-                f"{self.num_layers} layers takes {per_block} bytes. Raise cache_config['memory'] or lower 'block_size'.",
+                f"{self.num_layers} layers takes {per_block} bytes. Raise cache_config['memory'] or lower block_size.",
                 needed=1,
                 available=0,
             )

@@ -4,7 +4,8 @@ A layer owns its storage handle and its column count. It asks ``BatchState`` whe
 to put them there and to attend. It never touches block tables.
 
 Native or gathered? In a *native* forward ``update()`` returns only the new keys, tagged; the attention dispatcher finds
-the tag (the layer itself) and calls :meth:`PagedLayer.attend`, which reads everything else through the block tables. In a *gathered* forward
+the tag (the layer itself) and calls :meth:`PagedLayer.attend`, which reads everything else through the block tables.
+In a *gathered* forward
 ``update()`` returns what the stock layer would have returned, and the stock attention runs unchanged.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_paged import compat
-from hf_paged.attention.interface import TAG, AttentionFn
+from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
 from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import InternalError, UnsupportedError
 from hf_paged.generation.shared import Profile, SharedKV
@@ -31,7 +32,7 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
-class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
+class PagedLayer(compat.DynamicLayer):
     """A full-attention layer whose keys and values live in blocks.
 
     Shapes are stock's: ``update`` takes ``[batch, kv_heads, width, head_dim]`` and returns such tensors.
@@ -42,7 +43,13 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(
-        self, state: BatchState, layer_idx: int, profile: Profile, *, window: int | None = None, chunk: int | None = None
+        self,
+        state: BatchState,
+        layer_idx: int,
+        profile: Profile,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         self.state = state
         self.layer_idx = layer_idx
@@ -85,7 +92,8 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_compiling():
-            return self._update_uncompiled(key_states, value_states)
+            uncompiled: tuple[torch.Tensor, torch.Tensor] = self._update_uncompiled(key_states, value_states)
+            return uncompiled
         return self._update(key_states, value_states)
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +110,7 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
         if self.unattended:
             raise InternalError(
                 f"layer {self.layer_idx}: the model read the keys of the previous step without calling its attention "
-                "interface, so that step was wrong. Use cache_config={'attention_backend': 'gather'} and report the model."
+                "interface, so that step was wrong. Use attention_backend='gather' and report the model."
             )
         start = self.length
         plan = state.plan_for(start, width, batch)
@@ -156,13 +164,14 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
             v.view(batch, count, *v.shape[1:]).transpose(1, 2).contiguous(),
         )
 
+    # read-only: there is no tensor to replace
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """Keys by column, gathered on each access: ``[batch, kv_heads, columns, head_dim]``, zeros where padding is."""
         return self.columns(0, self.length)[0] if self.kv is not None and self.length else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """Values by column, gathered on each access: ``[batch, kv_heads, columns, v_head_dim]``."""
         return self.columns(0, self.length)[1] if self.kv is not None and self.length else None
 
@@ -203,15 +212,26 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
         self.length, self.unattended = 0, False
         self.state.truncate(0)
 
-    def _whole_cache_only(self, *_: Any) -> None:
-        raise UnsupportedError("the rows of a PagedCache are shared by its layers: call the method on the cache itself")
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        _whole_cache_only("reorder_cache")
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only
-    offload = prefetch = _whole_cache_only
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        _whole_cache_only("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        _whole_cache_only("batch_select_indices")
+
+    def offload(self) -> None:
+        _whole_cache_only("offload")
+
+    def prefetch(self) -> None:
+        _whole_cache_only("prefetch")
 
     # -- native attention ----------------------------------------------------------------------------------------
 
-    def obstacle(self, impl: str | None, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+    def obstacle(
+        self, impl: str | None, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]
+    ) -> str | None:
         """None when a kernel computes what this call of the stock attention would, else why not."""
         if impl is None:
             return "attention was called with positional options"
@@ -249,7 +269,7 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
 
     def stock_mask(self, impl: str | None, query: torch.Tensor) -> torch.Tensor:
         """The mask stock would have built for the columns ``gathered`` returns: ``[batch, 1, width, columns]``,
-        bool for sdpa, additive otherwise. For the rare call that turns out not to be native after its mask was skipped."""
+        bool for sdpa, additive otherwise. For the rare call that turns out not native after its mask was skipped."""
         width, device = query.shape[2], query.device
         before = self.length - width
         k = torch.arange(self._first_column(before), self.length, device=device)[None, None, None, :]
@@ -277,9 +297,12 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> AttentionOutput:
         if torch.compiler.is_compiling():
-            return self._attend_uncompiled(impl, stock, module, query, key, value, attention_mask, kwargs)
+            uncompiled: AttentionOutput = self._attend_uncompiled(
+                impl, stock, module, query, key, value, attention_mask, kwargs
+            )
+            return uncompiled
         return self._attend(impl, stock, module, query, key, value, attention_mask, kwargs)
 
     def _attend(
@@ -292,7 +315,7 @@ class PagedLayer(compat.DynamicLayer):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> AttentionOutput:
         plan = self.state.plan
         if plan is None or not plan.native:
             self.profile.record(self.layer_idx, self.obstacle(impl, module, query, kwargs))
@@ -329,9 +352,15 @@ class PagedSlidingLayer(PagedLayer):
 
     is_sliding = True
 
-    def __init__(self, state: BatchState, layer_idx: int, profile: Profile, *, sliding_window: int, chunked: bool) -> None:
+    def __init__(
+        self, state: BatchState, layer_idx: int, profile: Profile, *, sliding_window: int, chunked: bool
+    ) -> None:
         super().__init__(
-            state, layer_idx, profile, window=None if chunked else sliding_window, chunk=sliding_window if chunked else None
+            state,
+            layer_idx,
+            profile,
+            window=None if chunked else sliding_window,
+            chunk=sliding_window if chunked else None,
         )
         self.sliding_window = sliding_window
         self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
@@ -341,7 +370,7 @@ class PagedSlidingLayer(PagedLayer):
         """Nothing to do: every token is kept, so any crop can be undone."""
 
     @property
-    def cumulative_length(self) -> int:
+    def cumulative_length(self) -> int:  # type: ignore[override]
         return self.length
 
     def _first_column(self, before: int) -> int:
@@ -354,6 +383,10 @@ class PagedSlidingLayer(PagedLayer):
         return self.sliding_window
 
 
+def _whole_cache_only(method: str) -> None:
+    raise UnsupportedError(f"the rows of a PagedCache are shared by its layers: call {method}() on the cache itself")
+
+
 def _packed(states: torch.Tensor) -> torch.Tensor:
     """``[batch, heads, width, dim]`` as ``[batch * width, heads, dim]``, a view where strides allow."""
     batch, heads, width, dim = states.shape
@@ -363,4 +396,3 @@ def _packed(states: torch.Tensor) -> torch.Tensor:
 def _wants_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     asked = kwargs.get("output_attentions")
     return bool(asked if asked is not None else getattr(getattr(module, "config", None), "output_attentions", False))
-

@@ -22,7 +22,7 @@ from hf_paged.generation.shared import SharedKV, profile_of
 from hf_paged.generation.state import BatchState
 
 
-class PagedCache(compat.DynamicCache):  # type: ignore[misc]
+class PagedCache(compat.DynamicCache):
     """A paged KV cache for one batch.
 
     Args:
@@ -36,6 +36,9 @@ class PagedCache(compat.DynamicCache):  # type: ignore[misc]
     ``copy.deepcopy`` shares every block with the copy, so keeping a prompt's cache and copying it per question costs
     nothing until the copies are written to. Pickling is not supported.
     """
+
+    #: paged layers and stock ones; what a layer can do differs by kind, and every kind is asked only what it can
+    layers: list[Any]
 
     def __init__(self, config: Any = None, *, cache_config: CacheConfig | Mapping[str, Any] | None = None) -> None:
         if config is None:
@@ -77,7 +80,7 @@ class PagedCache(compat.DynamicCache):  # type: ignore[misc]
 
     # -- the mask hook (called by attention.interface) -----------------------------------------------------------
 
-    def mask_hook(self, kind: str, attention_mask: torch.Tensor | None, query_length: int, plain: bool) -> bool:
+    def mask_hook(self, kind: str, attention_mask: Any, query_length: int, plain: bool) -> bool:
         """See the mask of the forward about to start; True when no full mask has to be built for it."""
         if not self.paged_layers:
             return False

@@ -100,7 +100,7 @@ class ModelKV:
         return [i for i, reason in why.items() if reason is None], {i: r for i, r in why.items() if r is not None}
 
     def pool_for(self, config: CacheConfig, num_layers: int, storage: tuple[Any, ...]) -> SharedKV:
-        """The pool for this geometry and these dtypes; others replace it, and calls still on the old one keep theirs."""
+        """The pool for this geometry and these dtypes. Others replace it; calls still on the old one keep theirs."""
         with self.lock:
             if self.shared is None or self.shared.config.geometry != config.geometry or self.storage != storage:
                 self.shared, self.storage = SharedKV(config, num_layers), storage
@@ -191,9 +191,7 @@ def register(cache_config: CacheConfig | Mapping[str, Any] | None = None, **opti
             _wrap_prepare_cache(mixin.__dict__["_prepare_cache_for_generation"]),
         )
         _registration.patch(mixin, "_prefill", _wrap_prefill(mixin.__dict__["_prefill"]))
-        _registration.patch(
-            names, "ALL_CACHE_IMPLEMENTATIONS", (*names.ALL_CACHE_IMPLEMENTATIONS, _INTERNAL_NAME)
-        )
+        _registration.patch(names, "ALL_CACHE_IMPLEMENTATIONS", (*names.ALL_CACHE_IMPLEMENTATIONS, _INTERNAL_NAME))
         _hook.install()
 
 
@@ -248,7 +246,7 @@ def cache_stats(model: Any) -> CacheStats:
 
 
 def clear(model: Any) -> None:
-    """Forget every prefix of ``model`` and return its memory. Caches still in use keep theirs until they are dropped."""
+    """Forget every prefix of ``model`` and return its memory. Caches still in use keep theirs until dropped."""
     kv = _models.get(model)
     if kv is not None:
         kv.clear()
@@ -415,12 +413,12 @@ def _check_ids(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 # -- prefixes across calls --------------------------------------------------------------------------------------------
 
 
-def _begin_prompt(
-    call: _Call, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-) -> None:
+def _begin_prompt(call: _Call, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Before the first forward: share identical rows, and take what earlier calls computed."""
     cache, kv, config = call.cache, call.kv, call.config
-    assert cache is not None and kv is not None and config is not None
+    assert cache is not None
+    assert kv is not None
+    assert config is not None
     state, model = cache.state, call.model
     if model.config.is_encoder_decoder or input_ids.dtype.is_floating_point or input_ids.ndim != 2:
         return
@@ -508,7 +506,7 @@ def _mask_has_holes(model_kwargs: dict[str, Any], state: Any) -> bool:
 
 
 def _keep(call: _Call, rows: list[list[int]] | None) -> None:
-    """Put the rows' tokens that the cache holds into the tree, if the weights are still those they were computed with."""
+    """Put the rows' tokens that the cache holds into the tree, if the weights are still those that computed them."""
     cache, kv = call.cache, call.kv
     if cache is None or kv is None or rows is None or call.namespace is None:
         return
@@ -537,7 +535,10 @@ def _keep_generated(call: _Call, result: Any) -> None:
     rows = [row[pad:held] for row, pad in zip(sequences.tolist(), state.pads_np.tolist(), strict=True)]
     if call.prompt is None or any(row[: len(p)] != p[: len(row)] for row, p in zip(rows, call.prompt, strict=True)):
         return  # the sequences do not begin with the prompt the cache was filled with
-    _keep(call, [_without_filling(row, len(prompt), call.pad_token) for row, prompt in zip(rows, call.prompt, strict=True)])
+    _keep(
+        call,
+        [_without_filling(row, len(prompt), call.pad_token) for row, prompt in zip(rows, call.prompt, strict=True)],
+    )
 
 
 def _without_filling(row: list[int], prompt: int, pad_token: int | None) -> list[int]:

@@ -34,12 +34,10 @@ class SharedKV:
             registry.select, name=config.attention_backend
         )
         assert config.memory is None or isinstance(config.memory, int)  # CacheConfig parsed it
-        self.pool = KVPool(
-            config.block_size, num_layers, choose, memory=config.memory, num_blocks=config.num_blocks
-        )
+        self.pool = KVPool(config.block_size, num_layers, choose, memory=config.memory, num_blocks=config.num_blocks)
 
     def join(self, layer_idx: int, spec: LayerSpec) -> tuple[LayerKV, AttentionBackend] | None:
-        """Storage for a layer, or None when another call of this model stored other shapes or dtypes under that index."""
+        """Storage for a layer, or None when another call stored other shapes or dtypes under that index."""
         with self.lock:
             joined = self.pool.layer(layer_idx, spec)
             if joined is not None and self.manager is None:
@@ -82,7 +80,9 @@ class Profile:
             self.obstacles[layer_idx] = obstacle
         if obstacle is not None and not self.logged:
             self.logged = True
-            logger.info("paged attention: keys and values are gathered for this model (layer %d: %s)", layer_idx, obstacle)
+            logger.info(
+                "paged attention: keys and values are gathered for this model (layer %d: %s)", layer_idx, obstacle
+            )
 
 
 _profiles: dict[int, tuple[weakref.ref[Any], dict[str, Profile]]] = {}

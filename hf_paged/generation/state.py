@@ -33,9 +33,7 @@ class StepPlan:
 
     __slots__ = ("_metadata", "_slots", "native", "pads_np", "slots_np", "start", "tables_np", "width")
 
-    def __init__(
-        self, start: int, width: int, native: bool, pads: Ints, slots: Ints, tables: Ints
-    ) -> None:
+    def __init__(self, start: int, width: int, native: bool, pads: Ints, slots: Ints, tables: Ints) -> None:
         self.start, self.width, self.native = start, width, native
         self.pads_np, self.slots_np, self.tables_np = pads, slots, tables
         self._slots: dict[torch.device, torch.Tensor] = {}
@@ -155,10 +153,11 @@ class BatchState:
         pads = self.pads_np
         if end - start == 1 and start >= self._max_pad:
             token = start - pads
-            return (self._block_ids[self._rows, token // bs].astype(np.int64) * bs + token % bs)[:, None]
+            decode: Ints = (self._block_ids[self._rows, token // bs].astype(np.int64) * bs + token % bs)[:, None]
+            return decode
         tokens = np.arange(start, end)[None, :] - pads[:, None]
         known = np.maximum(tokens, 0)
-        slots = self._block_ids[self._rows[:, None], known // bs].astype(np.int64) * bs + known % bs
+        slots: Ints = self._block_ids[self._rows[:, None], known // bs].astype(np.int64) * bs + known % bs
         slots[tokens < 0] = -1
         return slots
 

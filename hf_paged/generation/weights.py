@@ -54,7 +54,7 @@ class WeightsWatch:
         """Cheap second look: versions, addresses and optimizer steps, without reading the weights again."""
         if self._stepped or self._seen is None:
             return False
-        return quick_signature([*model.parameters(), *model.buffers()]) == self._seen[0]
+        return bool(quick_signature([*model.parameters(), *model.buffers()]) == self._seen[0])
 
 
 def quick_signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:

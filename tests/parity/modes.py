@@ -78,7 +78,9 @@ def _beams(name: str) -> Call:
 
 
 def _sample(name: str) -> Call:
-    return Call(prompt(padded=True), {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "temperature": 0.8}, seed=11)
+    return Call(
+        prompt(padded=True), {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "temperature": 0.8}, seed=11
+    )
 
 
 def _beam_sample(name: str) -> Call:
@@ -107,7 +109,10 @@ def _streamer(name: str) -> Call:
 
 
 def _logits(name: str) -> Call:
-    return Call(prompt(padded=True), {"do_sample": False, "output_logits": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2})
+    return Call(
+        prompt(padded=True),
+        {"do_sample": False, "output_logits": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    )
 
 
 def _hidden(name: str) -> Call:
@@ -121,7 +126,11 @@ def _attentions(name: str) -> Call:
 def _stopping(name: str) -> Call:
     base = 1 if name in zoo.ENCODER_DECODER else WIDTH
     stop = StopAt([base + 3, base + 6, base + 9])
-    return Call(prompt(padded=True), {"do_sample": False, "stopping_criteria": tf.StoppingCriteriaList([stop])}, witnesses=[stop])
+    return Call(
+        prompt(padded=True),
+        {"do_sample": False, "stopping_criteria": tf.StoppingCriteriaList([stop])},
+        witnesses=[stop],
+    )
 
 
 def _prefix_fn(name: str) -> Call:
@@ -131,7 +140,9 @@ def _prefix_fn(name: str) -> Call:
         seen.append((row, ids.tolist()))
         return [(int(ids[-1]) * 7 + k) % (zoo.VOCAB - 3) + 3 for k in range(5)]
 
-    return Call(prompt(padded=True), {"do_sample": False, "num_beams": 2, "prefix_allowed_tokens_fn": allowed}, witnesses=[seen])
+    return Call(
+        prompt(padded=True), {"do_sample": False, "num_beams": 2, "prefix_allowed_tokens_fn": allowed}, witnesses=[seen]
+    )
 
 
 def _guidance(name: str) -> Call:
@@ -150,7 +161,10 @@ def _embeds(name: str) -> Call:
     inputs = prompt(padded=True)
     table = zoo.build(name).get_input_embeddings()
     with torch.no_grad():
-        return Call({"inputs_embeds": table(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}, {"do_sample": False})
+        return Call(
+            {"inputs_embeds": table(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]},
+            {"do_sample": False},
+        )
 
 
 def _exact_blocks(name: str) -> Call:
@@ -159,7 +173,9 @@ def _exact_blocks(name: str) -> Call:
 
 def _stop_ragged(name: str) -> Call:
     """Rows that end at different lengths through a list of end-of-sequence ids."""
-    return Call(prompt(padded=True), {"do_sample": False, "eos_token_id": list(range(3, zoo.VOCAB, 4)), "pad_token_id": zoo.PAD})
+    return Call(
+        prompt(padded=True), {"do_sample": False, "eos_token_id": list(range(3, zoo.VOCAB, 4)), "pad_token_id": zoo.PAD}
+    )
 
 
 MODES: dict[str, Callable[[str], Call]] = {

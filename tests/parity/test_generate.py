@@ -40,9 +40,10 @@ def both(name: str, mode: str, backend: str) -> tuple[modes.Outcome, modes.Outco
     generation.clear(model)
     try:
         expected = modes.run(model, name, mode)
-    except Exception as error:
-        assert (name, mode) in STOCK_RAISES, f"stock raises unexpectedly: {type(error).__name__}: {error}"
-        return None
+    except Exception:
+        if (name, mode) in STOCK_RAISES:
+            return None
+        raise
     assert (name, mode) not in STOCK_RAISES, "stock no longer raises; the table is out of date"
     if backend != "gather":
         # the first paged forward of a kind of model probes it; only later ones run on kernels

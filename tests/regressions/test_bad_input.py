@@ -75,7 +75,7 @@ def test_memory_too_small_for_the_sequence_names_needed_and_available() -> None:
     """Case 4, for a single call: the call fails alone and the pool serves the next one."""
     model = zoo.build("llama")
     with registered(memory=None, num_blocks=8):
-        with pytest.raises(errors.OutOfBlocksError, match="10 .*8") as caught:
+        with pytest.raises(errors.OutOfBlocksError, match=r"10 .*8") as caught:
             paged(model, ids(1, 40))
         assert (caught.value.needed, caught.value.available) == (10, 8)
         short = ids(1, 6)
@@ -91,7 +91,9 @@ def test_token_ids_outside_the_vocabulary(bad: int) -> None:
     broken = prompt.clone()
     broken[1, 3] = bad
     with registered():
-        with pytest.raises(errors.InvalidRequestError, match=f"token id {bad}, the model's vocabulary is 0..{zoo.VOCAB - 1}"):
+        with pytest.raises(
+            errors.InvalidRequestError, match=f"token id {bad}, the model's vocabulary is 0..{zoo.VOCAB - 1}"
+        ):
             paged(model, broken)
         assert torch.equal(paged(model, prompt), stock(model, prompt))
 
@@ -123,7 +125,7 @@ def test_register_on_an_unsupported_transformers(version: str, monkeypatch: pyte
 
 def test_without_register_the_word_is_still_transformers_own() -> None:
     config = compat.generation_configuration_utils.GenerationConfig
-    with pytest.raises(ValueError, match="Invalid .*cache_implementation"):
+    with pytest.raises(ValueError, match=r"Invalid .*cache_implementation"):
         config(cache_implementation="hf_paged")
     config(cache_implementation="paged")
 

@@ -36,7 +36,9 @@ def test_edits_have_the_outcome_they_have_on_a_dynamic_cache(name: str, edit: st
     config = model.config.get_text_config(decoder=True)
     want_cache = compat.DynamicCache(config=config)
     want_cache.activate_past_recording() if hasattr(want_cache, "activate_past_recording") else None
-    got_cache = hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB", "block_size": 4, "attention_backend": backend})
+    got_cache = hf_paged.PagedCache(
+        model.config, cache_config={"memory": "8MiB", "block_size": 4, "attention_backend": backend}
+    )
     logits = []
     with torch.no_grad():
         for cache in (want_cache, got_cache):
@@ -102,7 +104,11 @@ def test_masks_that_are_not_left_padding_are_honoured() -> None:
         with registered():
             for _ in range(2):
                 got = model.generate(
-                    prompt, attention_mask=attention_mask, max_new_tokens=6, do_sample=False, cache_implementation="paged"
+                    prompt,
+                    attention_mask=attention_mask,
+                    max_new_tokens=6,
+                    do_sample=False,
+                    cache_implementation="paged",
                 )
                 assert torch.equal(got, stock(model, prompt, attention_mask=attention_mask, max_new_tokens=6))
 
@@ -114,7 +120,10 @@ def test_a_hole_that_appears_later_is_honoured() -> None:
     mask[0, 3:5] = 0
     logits = []
     with torch.no_grad():
-        for cache in (compat.DynamicCache(config=model.config), hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"})):
+        for cache in (
+            compat.DynamicCache(config=model.config),
+            hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"}),
+        ):
             model(first, past_key_values=cache)
             logits.append(model(more, attention_mask=mask, past_key_values=cache).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
@@ -129,7 +138,10 @@ def test_a_users_4d_mask_is_honoured() -> None:
     logits = []
     with torch.no_grad():
         for _ in range(2):  # the second round finds the model probed
-            for cache in (compat.DynamicCache(config=model.config), hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"})):
+            for cache in (
+                compat.DynamicCache(config=model.config),
+                hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"}),
+            ):
                 model(first, past_key_values=cache)
                 logits.append(model(more, attention_mask=mask, past_key_values=cache).logits)
     torch.testing.assert_close(logits[3], logits[2], rtol=1e-4, atol=1e-4)
@@ -138,7 +150,10 @@ def test_a_users_4d_mask_is_honoured() -> None:
 def test_gradients_flow_through_a_first_forward() -> None:
     model, batch = zoo.fresh("llama"), ids(2, 8)
     grads = []
-    for cache in (compat.DynamicCache(config=model.config), *(hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"}) for _ in range(2))):
+    for cache in (
+        compat.DynamicCache(config=model.config),
+        *(hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"}) for _ in range(2)),
+    ):
         model.zero_grad()
         model(batch, labels=batch, past_key_values=cache).loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
@@ -152,7 +167,10 @@ def test_attention_weights_are_returned_after_the_model_was_probed() -> None:
     first, more = ids(2, 6), ids(2, 2, seed=1)
     out = []
     with torch.no_grad():
-        for make in (lambda: compat.DynamicCache(config=model.config), *[lambda: hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"})] * 2):
+        for make in (
+            lambda: compat.DynamicCache(config=model.config),
+            *[lambda: hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"})] * 2,
+        ):
             cache = make()
             model(first, past_key_values=cache)
             out.append(model(more, past_key_values=cache, output_attentions=True))

@@ -1,7 +1,7 @@
-"""Cases 6, 29, 32: processors see what stock shows them, windows are exact at every border, rows do not affect each other.
+"""Cases 6, 29, 32: processors see what stock shows, windows are exact at every border, rows do not affect each other.
 
-Case 6: https://github.com/huggingface/transformers/pull/48468 ; case 29: https://github.com/vllm-project/vllm/issues/3385 ,
-https://github.com/huggingface/transformers/issues/29623 , /issues/38002 ; case 32: https://github.com/vllm-project/vllm/issues/5898
+Case 6: https://github.com/huggingface/transformers/pull/48468 ; case 29:
+https://github.com/vllm-project/vllm/issues/3385 , https://github.com/huggingface/transformers/issues/29623 , /issues/38002 ; case 32: https://github.com/vllm-project/vllm/issues/5898
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def test_processors_see_what_stock_shows_them(options: str) -> None:
     model, batch = zoo.build("llama"), left_padded([13, 6, 9])
     with registered():
         for _ in range(2):
-            assert torch.equal(paged(model, **batch, **PROCESSORS[options]), stock(model, **batch, **PROCESSORS[options]))
+            assert torch.equal(
+                paged(model, **batch, **PROCESSORS[options]), stock(model, **batch, **PROCESSORS[options])
+            )
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "gather"])
@@ -44,7 +46,12 @@ def test_windows_are_exact_at_every_border(name: str, chunk: int | None, backend
     with registered(attention_backend=backend):
         for width in (6, 7, 8, 9, 16, 23):
             batch = left_padded([width, max(width - 5, 1)])
-            options = {"prefill_chunk_size": chunk, "max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
+            options = {
+                "prefill_chunk_size": chunk,
+                "max_new_tokens": 5,
+                "output_logits": True,
+                "return_dict_in_generate": True,
+            }
             got, want = paged(model, **batch, **options), stock(model, **batch, **options)
             assert torch.equal(got.sequences, want.sequences)
             torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
@@ -133,4 +140,8 @@ def test_stats_say_how_layers_are_served() -> None:
     with registered():
         paged(model, ids(1, 6))
         stats = hf_paged.cache_stats(model)
-        assert not stats.native and all("never reached" in why for why in stats.gathered.values()) and len(stats.gathered) == 3
+        assert (
+            not stats.native
+            and all("never reached" in why for why in stats.gathered.values())
+            and len(stats.gathered) == 3
+        )

@@ -50,7 +50,9 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "load_state_dict": lambda m: _load(m, assign=False),
     "load_state_dict(assign=True)": lambda m: _load(m, assign=True),
     "all signs flipped": lambda m: m.model.layers[1].mlp.up_proj.weight.data.neg_(),
-    "two rows swapped": lambda m: m.get_input_embeddings().weight.data.copy_(m.get_input_embeddings().weight.data.flip(0)),
+    "two rows swapped": lambda m: m.get_input_embeddings().weight.data.copy_(
+        m.get_input_embeddings().weight.data.flip(0)
+    ),
     "a user's forward hook": _hook,
 }
 

@@ -1,0 +1,83 @@
+"""End to end: ``generate()`` on SmolLM2-135M-Instruct, paged beside stock, alternating in one process.
+
+    python benchmarks/generate.py [--dtype float32 bfloat16] [--repeats 5] [--threads 2] [--quick]
+
+Prints seconds (median of the repeats) and the ratio stock / paged: above 1 means paged is faster. The ratio is the
+median of the ratios of neighbouring runs, so that a machine that slows down in between does not decide it. Prefix reuse
+is off, except in the line that shows it: every run computes its prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import hf_paged
+from hf_paged.model.loader import load
+
+LENGTHS = [24 + (i * 83) % 456 for i in range(32)]
+
+
+def prompts(lengths: list[int], vocab: int) -> dict[str, torch.Tensor]:
+    """Random ids of these lengths, left-padded."""
+    width, generator = max(lengths), torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocab, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width)[None, :] >= width - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def seconds(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **options: Any) -> float:
+    start = time.perf_counter()
+    out = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
+    assert out.shape[1] == inputs["input_ids"].shape[1] + new_tokens
+    return time.perf_counter() - start
+
+
+def compare(
+    model: Any, name: str, inputs: dict[str, torch.Tensor], new_tokens: int, repeats: int, **cache_config: Any
+) -> None:
+    paged = {"cache_implementation": "paged", "cache_config": {"prefix_caching": False, **cache_config}}
+    seconds(model, inputs, min(new_tokens, 4))
+    seconds(model, inputs, min(new_tokens, 4), **paged)
+    a, b = [], []
+    for i in range(repeats):
+        runs = [(a, {}), (b, paged)]
+        for out, options in runs if i % 2 == 0 else reversed(runs):
+            out.append(seconds(model, inputs, new_tokens, **options))
+    ratios = [x / y for x, y in zip(a, b, strict=True)]
+    print(
+        f"  {name:42s} stock {statistics.median(a):7.3f} s   paged {statistics.median(b):7.3f} s   "
+        f"ratio {statistics.median(ratios):5.2f}  ({min(ratios):.2f} .. {max(ratios):.2f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="fewer rows, tokens and repeats")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    hf_paged.register()
+    lengths, new_tokens, repeats = (LENGTHS[:8], 16, 2) if args.quick else (LENGTHS, 64, args.repeats)
+    print(f"torch {torch.__version__}, {args.threads} threads, {torch.backends.cpu.get_cpu_capability()}")
+    for dtype in args.dtype:
+        model, _ = load("demo", dtype=getattr(torch, dtype))
+        vocab = model.config.vocab_size
+        print(f"{dtype}:")
+        compare(
+            model, f"batch {len(lengths)} ragged, {new_tokens} new tokens", prompts(lengths, vocab), new_tokens, repeats
+        )
+        compare(model, f"batch 1, prompt 224, {new_tokens} new tokens", prompts([224], vocab), new_tokens, repeats)
+        compare(model, "batch 1, prompt 1024, 1 new token", prompts([1024], vocab), 1, repeats)
+        compare(model, "the same, its prefix reused", prompts([1024], vocab), 1, repeats, prefix_caching=True)
+
+
+if __name__ == "__main__":
+    main()
