@@ -1,7 +1,8 @@
 """Cases 6, 29, 32: processors see what stock shows, windows are exact at every border, rows do not affect each other.
 
-Case 6: https://github.com/huggingface/transformers/pull/48468 ; case 29:
-https://github.com/vllm-project/vllm/issues/3385 , https://github.com/huggingface/transformers/issues/29623 , /issues/38002 ; case 32: https://github.com/vllm-project/vllm/issues/5898
+Case 6: https://github.com/huggingface/transformers/pull/48468
+Case 29: https://github.com/vllm-project/vllm/issues/3385 , https://github.com/huggingface/transformers/issues/29623
+Case 32: https://github.com/vllm-project/vllm/issues/5898
 """
 
 from __future__ import annotations
