@@ -204,7 +204,7 @@ class PagedLayer(compat.DynamicLayer):
             raise ValueError(
                 f"crop({tokens_to_remove}): give a negative number of tokens to remove, as transformers 5 does"
             )
-        self.length = max(self.length + tokens_to_remove, 0)
+        self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
         self.unattended = False
         self.state.truncate(self.length)
 

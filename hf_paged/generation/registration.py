@@ -422,6 +422,8 @@ def _begin_prompt(call: _Call, input_ids: torch.Tensor, generation_config: Any, 
     state, model = cache.state, call.model
     if model.config.is_encoder_decoder or input_ids.dtype.is_floating_point or input_ids.ndim != 2:
         return
+    if not input_ids.numel():
+        return  # stock's error, or stock's answer to an empty prompt
     batch, width = input_ids.shape
     if not state.pads_known:
         state.keep_padding(batch)

@@ -208,7 +208,7 @@ class BatchState:
         An empty cache learns: rows that are padded elsewhere than on the left are stored in full, padding included,
         and left to the stock mask.
         """
-        if mask.shape[1] != start + width:
+        if mask.shape[1] != start + width or not mask.numel():
             return False
         visible = (mask != 0).cpu().numpy()
         columns = visible.shape[1]

@@ -25,12 +25,29 @@ STOCK_RAISES: set[tuple[str, str]] = {
     ("bart", "guidance_scale"),
 }
 
-BLOCK = 4  # several blocks per row, borders inside prompts, windows and chunks
+#: what also runs on the oldest and the previous supported transformers
+SMOKE_NAMES = ("llama", "mistral", "gemma2", "gpt_oss", "gpt2", "deepseek_v3", "bart", "bamba", "llama4", "falcon")
+SMOKE_MODES = ("padded", "beams", "sample", "prompt_lookup", "assisted", "chunked_prefill", "logits", "ragged_ends")
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> Any:
-    hf_paged.register(memory="32MiB", block_size=BLOCK)
+def in_smoke(name: str, mode: str) -> bool:
+    # 5.17's own window layers fail when a draft model runs several steps at once, so no drafts on windows
+    windowed = name in ("mistral", "gemma2", "gpt_oss", "llama4")
+    return name in SMOKE_NAMES and mode in SMOKE_MODES and not (mode == "assisted" and windowed)
+
+
+def pairs() -> list[Any]:
+    return [
+        pytest.param(name, mode, id=f"{name}-{mode}", marks=[pytest.mark.versions] if in_smoke(name, mode) else [])
+        for name in zoo.ALL
+        for mode in modes.MODES
+    ]
+
+
+@pytest.fixture(autouse=True, params=[4, 16], ids=["block4", "block16"])
+def _registered(request: pytest.FixtureRequest) -> Any:
+    # several blocks per row; the native kernels want blocks of 16, the reference takes any
+    hf_paged.register(memory="32MiB", block_size=request.param)
     yield
     hf_paged.unregister()
 
@@ -53,8 +70,7 @@ def both(name: str, mode: str, backend: str) -> tuple[modes.Outcome, modes.Outco
     return expected, actual
 
 
-@pytest.mark.parametrize("mode", modes.MODES)
-@pytest.mark.parametrize("name", zoo.ALL)
+@pytest.mark.parametrize(("name", "mode"), pairs())
 def test_gathered_is_bit_identical(name: str, mode: str) -> None:
     outcome = both(name, mode, "gather")
     if outcome is None:
@@ -68,11 +84,9 @@ def test_gathered_is_bit_identical(name: str, mode: str) -> None:
         assert torch.equal(got, want), f"{path}: differs by {(got - want).abs().max()}"
 
 
-@pytest.mark.parametrize("mode", modes.MODES)
-@pytest.mark.parametrize("name", zoo.ALL)
-@pytest.mark.parametrize("backend", ["auto"])
-def test_native_gives_the_same_tokens(name: str, mode: str, backend: str) -> None:
-    outcome = both(name, mode, backend)
+@pytest.mark.parametrize(("name", "mode"), pairs())
+def test_native_gives_the_same_tokens(name: str, mode: str) -> None:
+    outcome = both(name, mode, "auto")
     if outcome is None:
         return
     expected, actual = outcome

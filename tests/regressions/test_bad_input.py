@@ -14,6 +14,8 @@ from hf_paged.config import CacheConfig
 from tests import zoo
 from tests.regressions.helpers import ids, paged, registered, stock
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -14,6 +14,8 @@ import hf_paged
 from tests import zoo
 from tests.regressions.helpers import ids, left_padded, paged, registered, stock
 
+pytestmark = pytest.mark.versions
+
 REUSING = [n for n in zoo.ALL if n not in zoo.RECURRENT and n not in zoo.ENCODER_DECODER]
 
 

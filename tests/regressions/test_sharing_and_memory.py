@@ -17,6 +17,8 @@ import hf_paged
 from tests import zoo
 from tests.regressions.helpers import ids, left_padded, paged, registered, stock
 
+pytestmark = pytest.mark.versions
+
 
 class Peak:
     """A logits processor that watches how many blocks calls of a model hold."""
