@@ -60,7 +60,7 @@ def test_twenty_prompts_give_the_same_64_tokens(model: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_stay_close_when_teacher_forced(model: Any, dtype: torch.dtype) -> None:
-    """Free-running text may part at ties; with the same tokens fed, logits must agree with fp32 as well as stock's do."""
+    """Free-running text may part at ties; fed the same tokens, logits must agree with fp32 as well as stock's do."""
     import copy
 
     lm, tokenizer = model
