@@ -5,7 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints-cpu.txt
-PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+# two processes of one thread each: tiny models gain nothing from threads
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # what the extension and the package's metadata are made from: a change means a new installation
 SOURCES := pyproject.toml constraints-cpu.txt $(wildcard setup.py) \

@@ -289,12 +289,17 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["cache_implementation"] = _INTERNAL_NAME
         call = _Call(self)
         _stack.calls.append(call)
+        returned = None
         try:
-            result = original(self, *args, **kwargs)
-            _keep_generated(call, result)
+            returned = original(self, *args, **kwargs)
+            _keep_generated(call, returned)
+            return returned
         finally:
             _stack.calls.pop()
-        return result
+            if call.cache is not None and (returned is None or isinstance(returned, torch.Tensor)):
+                # Nobody was given the cache. Its blocks return now: a traceback, or a compiler's guards, may keep the
+                # object itself alive for long.
+                call.cache.free()
 
     return generate
 

@@ -72,19 +72,24 @@ struct F16 {
     static constexpr int kSize = 2, kExpDegree = 5;
 };
 
-struct BF16 {
-#if HFP_BF16_DOT
-    typedef uint16_t Query;
-    typedef uint16_t Weight;
-    static constexpr bool kPaired = true, kDot = true;
-    static constexpr int kSize = 2, kExpDegree = 3;
-#else
+// Stored as bfloat16, widened in registers: one shift and one mask serve all rows of a strip.
+struct WideBF16 {
     typedef float Query;
     typedef float Weight;
     static constexpr bool kPaired = true, kDot = false;
     static constexpr int kSize = 2, kExpDegree = 5;
-#endif
 };
+
+#if HFP_BF16_DOT
+struct BF16 {
+    typedef uint16_t Query;
+    typedef uint16_t Weight;
+    static constexpr bool kPaired = true, kDot = true;
+    static constexpr int kSize = 2, kExpDegree = 3;
+};
+#else
+typedef WideBF16 BF16;
+#endif
 
 template <class T>
 HFP_INLINE VF load_plain(const char* p) {
@@ -136,13 +141,14 @@ void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, 
         if constexpr (T::kPaired && !T::kDot) {
             VF low[NV], high[NV];
             HFP_UNROLL for (int n = 0; n < NV; n++) {
-                const VI pair = load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4);
+                const VI pair = in_register(load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4));
                 low[n] = as_float(pair << 16);
                 high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
             }
             HFP_UNROLL for (int m = 0; m < M; m++) {
-                const VF a0 = splat(q[m * ldq + d]), a1 = splat(q[m * ldq + d + 1]);
-                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], fma(a0, low[n], acc[m][n]));
+                const VF a0 = in_register(splat(q[m * ldq + d])), a1 = in_register(splat(q[m * ldq + d + 1]));
+                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a0, low[n], acc[m][n]);
+                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], acc[m][n]);
             }
         } else if constexpr (!T::kPaired) {
             VF b[NV];
@@ -192,13 +198,14 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
             if constexpr (T::kPaired && !T::kDot) {
                 VF low[NV], high[NV];
                 HFP_UNROLL for (int n = 0; n < NV; n++) {
-                    const VI pair = load_int(row + n * HFP_W * 4);
+                    const VI pair = in_register(load_int(row + n * HFP_W * 4));
                     low[n] = as_float(pair << 16);
                     high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
                 }
                 HFP_UNROLL for (int m = 0; m < M; m++) {
-                    const VF a0 = splat(weight[m * kMaxChunk + t]), a1 = splat(weight[m * kMaxChunk + t + 1]);
-                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], fma(a0, low[n], acc[m][n]));
+                    const VF a0 = in_register(splat(weight[m * kMaxChunk + t])), a1 = in_register(splat(weight[m * kMaxChunk + t + 1]));
+                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a0, low[n], acc[m][n]);
+                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], acc[m][n]);
                 }
             } else if constexpr (!T::kPaired) {
                 VF b[NV];
@@ -737,7 +744,7 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
     int side = 0;
     groups[0].n = locate(job, item.seq, head, start, imin(start + kChunk, item.k1), groups[0].k, groups[0].v);
 #if HFP_USE_AMX
-    const bool narrow_tiles = job->amx;
+    const bool narrow_tiles = T::kDot && job->amx;
     const int strips = ceil_div(rows, narrow_tiles ? kMaxNarrowRows : kStrip);
 #else
     const int strips = ceil_div(rows, kStrip);
@@ -776,12 +783,14 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
             float* o = w.o + r0 * job->dvp;
             const typename T::Weight* p = reinterpret_cast<const typename T::Weight*>(w.p);
 #if HFP_USE_AMX
-            if (narrow_tiles) {
-                configure_tiles(n, &w.tiles);
-                amx_score_rows(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s);
-                weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
-                amx_value_rows(p, v + g0, (pf ? ahead.v : here.v) + g0, num_groups, n, job->dvp, w.alpha + r0, o);
-                continue;
+            if constexpr (T::kDot) {
+                if (narrow_tiles) {
+                    configure_tiles(n, &w.tiles);
+                    amx_score_rows(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s);
+                    weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
+                    amx_value_rows(p, v + g0, (pf ? ahead.v : here.v) + g0, num_groups, n, job->dvp, w.alpha + r0, o);
+                    continue;
+                }
             }
 #endif
 #define HFP_SCORE(M) score_rows<T, M>(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s)
@@ -944,7 +953,11 @@ void run_thread(Job* job) {
             continue;
         }
 #endif
-        run_item<T>(job, item, head, next_item, static_cast<int>(then % heads), w);
+        const int next_head = static_cast<int>(then % heads);
+        // vdpbf16ps takes 2 cycles where the two multiply-adds it replaces take 1, and a tile of few rows takes as long
+        // as a full one: what few rows save on arithmetic that way, they lose twice over.
+        if (T::kDot && (item.j1 - item.j0) * job->group <= kStrip) run_item<WideBF16>(job, item, head, next_item, next_head, w);
+        else run_item<T>(job, item, head, next_item, next_head, w);
         mine = then;
     }
 #if HFP_USE_AMX

@@ -38,6 +38,16 @@ HFP_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 HFP_INLINE VF as_float(VI x) { return (VF)x; }
 HFP_INLINE VI as_int(VF x) { return (VI)x; }
 
+// The same value, but the compiler may no longer fold its load into every instruction that uses it: with 512 bits a
+// cycle takes two loads at most, and lines that have yet to arrive should be waited for once.
+template <class V>
+HFP_INLINE V in_register(V v) {
+#if HFP_W == 16
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
+
 HFP_INLINE VF fma(VF a, VF b, VF c) {
 #if HFP_W == 16
     return _mm512_fmadd_ps(a, b, c);
