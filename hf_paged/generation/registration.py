@@ -454,10 +454,12 @@ def _begin_prompt(call: _Call, input_ids: torch.Tensor, generation_config: Any, 
     runtime = runtime_signature(model)
     if runtime is None:
         return
-    with kv.lock:
-        epoch = kv.watch.observe(model)
-    call.namespace = (("weights", epoch), ("salt", config.salt), *runtime)
     manager = cache.state.shared.manager
+    with kv.lock:
+        before, epoch = kv.watch.epoch, kv.watch.observe(model)
+        if manager is not None and epoch != before:
+            manager.drop(lambda namespace: namespace[0] != ("weights", epoch))  # can never be matched again
+    call.namespace = (("weights", epoch), ("salt", config.salt), *runtime)
     if manager is None:
         return
     with manager.lock:

@@ -89,6 +89,16 @@ def test_weights_changed_starts_over_without_evidence() -> None:
         assert hf_paged.cache_stats(model).hit_tokens == 0
 
 
+def test_prefixes_of_old_weights_give_their_memory_back() -> None:
+    model = zoo.fresh("llama")
+    with registered():
+        for _ in range(5):
+            paged(model, PROMPT)
+            _step(model, fused=False)
+        paged(model, PROMPT)
+        assert hf_paged.cache_stats(model).cached_blocks == 6  # 21 of the 22 tokens, in blocks of 4, once
+
+
 def test_another_optimizer_does_not_cost_this_model_its_prefixes() -> None:
     model, other = zoo.fresh("llama"), zoo.fresh("gpt2")
     with registered():
