@@ -954,11 +954,16 @@ void run_thread(Job* job) {
         }
 #endif
         const int next_head = static_cast<int>(then % heads);
-        // vdpbf16ps takes 2 cycles where the two multiply-adds it replaces take 1, and a tile of few rows takes as long
-        // as a full one: what few rows save on arithmetic that way, they lose twice over.
-        if (T::kDot && (item.j1 - item.j0) * job->group <= kStrip) run_item<WideBF16>(job, item, head, next_item, next_head, w);
-        else run_item<T>(job, item, head, next_item, next_head, w);
         mine = then;
+#if HFP_USE_AMX
+        // On processors with AMX vdpbf16ps takes 2 cycles where the two multiply-adds it replaces take 1, and a tile of
+        // few rows takes as long as a full one: few rows, and shapes that do not fit tiles, are better off widened.
+        if (!job->amx || (item.j1 - item.j0) * job->group <= kStrip) {
+            run_item<WideBF16>(job, item, head, next_item, next_head, w);
+            continue;
+        }
+#endif
+        run_item<T>(job, item, head, next_item, next_head, w);
     }
 #if HFP_USE_AMX
     if (w.tiles) _tile_release();
