@@ -17,6 +17,8 @@ from hf_paged.errors import OutOfBlocksError
 
 #: default share of free memory that a pool reserves
 _AUTO_SHARE = 0.5
+#: and the least it asks for before it gives up looking for less
+_AUTO_LEAST = 1 << 24
 #: prefixes that nobody uses may keep this much when the user named no size
 _AUTO_PREFIX_BYTES = 1 << 30
 
@@ -124,7 +126,7 @@ class KVPool:
         if self._wanted_blocks is not None:
             return self._wanted_blocks + 1
         per_block = spec.bytes_per_token * self.block_size * self.num_layers
-        memory = self._memory if self._memory is not None else int(free_memory(spec.device) * _AUTO_SHARE)
+        memory = self._memory if self._memory is not None else self._reservable(spec.device)
         usable = memory // per_block
         if usable < 1:
             raise OutOfBlocksError(
@@ -134,6 +136,18 @@ class KVPool:
                 available=0,
             )
         return int(usable) + 1
+
+    @staticmethod
+    def _reservable(device: torch.device) -> int:
+        """Half of what is free, or less where address space is limited (``ulimit -v``, many models in one process)."""
+        memory = int(free_memory(device) * _AUTO_SHARE)
+        while memory > _AUTO_LEAST:
+            try:
+                torch.empty(memory, dtype=torch.uint8, device=device)
+                return memory
+            except RuntimeError:  # what every allocator of torch raises when it cannot
+                memory //= 4
+        return memory
 
     def auto_prefix_blocks(self, spec: LayerSpec) -> int:
         """Blocks that unused prefixes may keep when the user set no limit."""
@@ -148,7 +162,16 @@ class KVPool:
             backend = self._choose(spec, self.block_size)
             # tensors made in inference mode could not be written under no_grad by a later call
             with torch.inference_mode(False), torch.no_grad():
-                kv = backend.allocate(spec, self.num_blocks, self.block_size)
+                try:
+                    kv = backend.allocate(spec, self.num_blocks, self.block_size)
+                except RuntimeError as error:
+                    size = spec.bytes_per_token * self.block_size * self.num_blocks
+                    raise OutOfBlocksError(
+                        f"layer {layer_idx} could not reserve {size} bytes on {spec.device} for {self.num_blocks} "
+                        f"blocks ({error}). Lower cache_config['memory'].",
+                        needed=self.num_blocks,
+                        available=0,
+                    ) from error
             self.layers[layer_idx], self.backends[layer_idx] = kv, backend
         elif kv.spec != spec:
             return None

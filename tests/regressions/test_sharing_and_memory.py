@@ -87,6 +87,28 @@ print(rss() - before)
     assert int(done.stdout.split()[-1]) < 64e6
 
 
+def test_limited_address_space_makes_the_default_pool_smaller() -> None:
+    script = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import torch, hf_paged
+torch.set_num_threads(1)
+from tests import zoo
+hf_paged.register()
+models = [zoo.fresh("llama") for _ in range(4)]
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)
+prompt = torch.randint(3, zoo.VOCAB, (2, 9))
+for model in models:
+    out = model.generate(prompt, max_new_tokens=4, do_sample=False, cache_implementation="paged")
+    assert torch.equal(out, model.generate(prompt, max_new_tokens=4, do_sample=False))
+print("fine")
+"""
+    root = str(__import__("pathlib").Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-1:] == ["fine"], done.stderr[-2000:]
+
+
 def test_blocks_return_when_the_result_is_dropped() -> None:
     model, prompt = zoo.build("llama"), ids(2, 9)
     with registered(prefix_caching=False):
