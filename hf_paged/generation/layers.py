@@ -11,6 +11,7 @@ In a *gathered* forward
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hf_paged import compat
 from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
 from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import InternalError, UnsupportedError
-from hf_paged.generation.shared import Profile, SharedKV
+from hf_paged.generation.shared import MaskMismatch, Profile, SharedKV
 from hf_paged.generation.state import BatchState
 
 #: arguments of an attention call that change nothing a kernel has to know
@@ -61,6 +62,8 @@ class PagedLayer(compat.DynamicLayer):
         self._call: tuple[Any, ...] | None = None
         self._params: AttentionParams | None = None
         self._spec: tuple[Any, ...] | None = None
+        #: the values returned by the last update; attention must receive them unchanged
+        self._values: weakref.ref[torch.Tensor] | None = None
         #: a native update whose attention has not been seen yet
         self.unattended = False
 
@@ -125,11 +128,13 @@ class PagedLayer(compat.DynamicLayer):
             self.unattended = True
             keys = key_states.view_as(key_states)
             setattr(keys, TAG, self)
+            self._values = weakref.ref(value_states)
             return keys, value_states
         keys, values = self.gathered(key_states, value_states)
         if self.layer_idx not in self.profile.obstacles:
             keys = keys.view_as(keys)
             setattr(keys, TAG, self)
+            self._values = weakref.ref(values)
         return keys, values
 
     _update_uncompiled = torch.compiler.disable(_update)
@@ -244,7 +249,7 @@ class PagedLayer(compat.DynamicLayer):
             return "attention is not causal"
         window = kwargs.get("sliding_window")
         if self.chunk is None and window != self.window:
-            return f"the call names the sliding window {window}, the cache layer {self.window}"
+            return MaskMismatch(f"the call names the sliding window {window}, the cache layer {self.window}")
         if kwargs.get("softcap") is not None and impl == "sdpa":
             return "sdpa does not apply the softcap"
         for name, value in kwargs.items():
@@ -252,6 +257,40 @@ class PagedLayer(compat.DynamicLayer):
                 return f"attention takes {name}, whose meaning is not known here"
         assert self.kv is not None
         return self.backend.unsupported_call(self.kv.spec, self.params(module, query, kwargs))
+
+    def _probe_obstacle(
+        self,
+        impl: str | None,
+        query: torch.Tensor,
+        attention_mask: Any,
+        values_unchanged: bool,
+        mask_known: bool | None,
+    ) -> str | None:
+        """What only the first forward can show: whether values and mask reach attention as the cache left them."""
+        if not values_unchanged:
+            return "the model changes the values between cache and attention"
+        if mask_known is None:
+            return "the model builds its masks without transformers' functions"
+        if impl not in ("sdpa", "eager"):
+            return None if attention_mask is None else f"masks of {impl} attention cannot be checked"
+        seen = self.stock_mask("sdpa", query)
+        if attention_mask is None:
+            mask = torch.ones_like(seen).tril(seen.shape[-1] - seen.shape[-2])  # what is_causal means
+        elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+            mask = attention_mask[..., : seen.shape[-1]]
+            if mask.dtype != torch.bool:
+                hidden = mask <= torch.finfo(mask.dtype).min / 2
+                if bool((mask != 0).logical_and(~hidden).any()):
+                    return "the model adds a bias to the scores through its mask"
+                mask = ~hidden
+        else:
+            return f"attention gets a mask of type {type(attention_mask).__name__}"
+        real = seen.any(dim=-1, keepdim=True)  # rows of padding see nothing and may be masked in any way
+        try:
+            same = bool(((mask == seen) | ~real).all())
+        except RuntimeError:  # shapes that do not broadcast
+            same = False
+        return None if same else MaskMismatch("the mask is not the one that positions and windows imply")
 
     def params(self, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionParams:
         scaling = kwargs.get("scaling")
@@ -317,10 +356,21 @@ class PagedLayer(compat.DynamicLayer):
         kwargs: dict[str, Any],
     ) -> AttentionOutput:
         plan = self.state.plan
+        unchanged = self._values is not None and self._values() is value
         if plan is None or not plan.native:
-            self.profile.record(self.layer_idx, self.obstacle(impl, module, query, kwargs))
+            if plan is not None and plan.mask_known is not False:  # an unusual mask says nothing about the model
+                self.profile.record(
+                    self.layer_idx,
+                    self.obstacle(impl, module, query, kwargs)
+                    or self._probe_obstacle(impl, query, attention_mask, unchanged, plan.mask_known),
+                )
             return stock(module, query, key, value, attention_mask, **kwargs)
         self.unattended = False
+        if not unchanged:
+            raise InternalError(
+                f"layer {self.layer_idx}: the model changed the values between cache and attention, which it did not "
+                "do when it was probed. Use attention_backend='gather' and report the model."
+            )
         obstacle = self.obstacle(impl, module, query, kwargs)
         if self.layer_idx not in self.profile.obstacles:
             self.profile.record(self.layer_idx, obstacle)

@@ -91,12 +91,14 @@ class PagedCache(compat.DynamicCache):
                     "this PagedCache was filled with left-padded rows, whose padding it does not store, but the "
                     "forward comes without an attention_mask. Pass the 2D mask of all columns so far."
                 )
+            known = plain
         elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            if not self.state.observe_mask(attention_mask, start, query_length):
-                return False
+            known = self.state.observe_mask(attention_mask, start, query_length) and plain
         else:
-            return False
-        if not plain or self.force_gather or not self._all_native():
+            known = False
+        # several masks may be built for one forward (full, sliding); all of them must be the usual ones
+        self.state.mask_known = known and self.state.mask_known is not False
+        if not known or self.force_gather or not self._all_native():
             return False
         self.state.native_for = (start, query_length)
         return True

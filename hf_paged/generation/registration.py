@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 
 from hf_paged import compat
-from hf_paged.cache.manager import PrefixMatch
 from hf_paged.config import CacheConfig
 from hf_paged.errors import ConfigError, InvalidRequestError
 from hf_paged.generation.paged_cache import PagedCache, pageable_layer
@@ -92,6 +92,20 @@ class ModelKV:
         #: what the model's profile says of each layer that has blocks
         self.obstacles: dict[int, str | None] = {}
         self.paged_layers: list[int] = []
+        self._stock_masks: bool | None = None
+
+    def uses_stock_masks(self, model: Any) -> bool:
+        """Whether any of the model's code builds masks with transformers' functions, which hide padding exactly."""
+        if self._stock_masks is None:
+            homes = {type(module).__module__ for module in model.modules()}
+            ours = compat.masking_utils.__name__
+            self._stock_masks = any(
+                getattr(value, "__module__", None) == ours
+                for home in homes
+                if home.startswith("transformers.models.") or not home.startswith(("transformers.", "torch."))
+                for value in vars(sys.modules[home]).values()
+            )
+        return self._stock_masks
 
     def served(self) -> tuple[list[int], dict[int, str]]:
         """Layers that attend on blocks, and those that do not with the reason."""
@@ -131,6 +145,8 @@ class _Call:
 class _CallStack(threading.local):
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        #: this thread is trying something out with stock calls, which must not be paged
+        self.stock_only = False
 
 
 _stack = _CallStack()
@@ -312,6 +328,9 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         name = generation_config.cache_implementation
         if name not in _NAMES:
             return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        if _stack.stock_only:
+            generation_config.cache_implementation = generation_config.cache_config = None
+            return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
         given = compat.cache_in_kwargs(model_kwargs)
         if given is not None and not isinstance(compat.self_attention_cache(given[1]), PagedCache):
             # let stock raise its error about two ways to name the cache
@@ -358,6 +377,10 @@ def _install_cache(
             paged.state.keep_padding(mask.shape[0])
     elif model.config.is_encoder_decoder:
         pass  # the mask is the encoder's and says nothing about the decoder
+    elif not kv.uses_stock_masks(model):
+        # code of its own may read padding columns in its own way, so they must be there
+        if isinstance(mask, torch.Tensor):
+            paged.state.keep_padding(mask.shape[0])
     elif isinstance(mask, torch.Tensor) and mask.ndim == 2 and "inputs_embeds" not in model_kwargs:
         paged.state.observe_mask(mask, 0, mask.shape[1])
     if own is cache:
@@ -462,26 +485,53 @@ def _begin_prompt(call: _Call, input_ids: torch.Tensor, generation_config: Any, 
     call.namespace = (("weights", epoch), ("salt", config.salt), *runtime)
     if manager is None:
         return
-    with manager.lock:
-        found: dict[int, PrefixMatch] = {}
-        for i, row in enumerate(rows):
-            leader = i if state.leaders is None else state.leaders[i]
-            if leader == i:
-                found[i] = manager.match_prefix(call.namespace, row, max_tokens=max(len(row) - 1, 0))
-        columns = min([width - 1, *(pads[i] + match.num_tokens for i, match in found.items())])
-        useful = columns > min(pads)
-        if useful:
-            matches = [
-                found[i] if i in found else manager.match_prefix(call.namespace, row, max_tokens=len(row) - 1)
-                for i, row in enumerate(rows)
-            ]
-            state.adopt(matches, columns)
-            for layer in cache.paged_layers:
-                layer.length = columns
-            kv.hit_tokens += sum(max(columns - pad, 0) for pad in pads)
-        else:
-            for match in found.values():
-                manager.release(match)
+    # The matches are pinned, so nothing they hold can go while the model is tried out.
+    found = [manager.match_prefix(call.namespace, row, max_tokens=max(len(row) - 1, 0)) for row in rows]
+    columns = min([width - 1, *(pad + match.num_tokens for pad, match in zip(pads, found, strict=True))])
+    useful = columns > min(pads)
+    if useful and cache.profile.continues is None:
+        cache.profile.continues = _can_continue(model, max(rows, key=len))
+    if not useful or not cache.profile.continues:
+        for match in found:
+            manager.release(match)
+        return
+    state.adopt(found, columns)
+    for layer in cache.paged_layers:
+        layer.length = columns
+    kv.hit_tokens += sum(max(columns - pad, 0) for pad in pads)
+
+
+def _can_continue(model: Any, tokens: list[int]) -> bool:
+    """Try, with stock calls on a stock cache, whether the model gives the same logits for a prompt in two parts.
+
+    Some models do not: they count positions from zero again, or take one token at a time after the first forward.
+    Costs three short forwards, once per model.
+    """
+    ids = torch.tensor([tokens[:12]], device=model.device)
+    options = {
+        "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1, "use_cache": True,
+        "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    _stack.stock_only = True
+    try:
+        whole = model.generate(ids, **options).logits[0].float()
+        head = model.generate(ids[:, : ids.shape[1] // 2], **options)
+        cache = getattr(head, compat.CACHE_KWARG)
+        rest = model.generate(ids, **{compat.CACHE_KWARG: cache}, **options).logits[0].float()
+    except Exception as error:  # whatever stock raises means the same: it cannot
+        logger.info(
+            "paged: prefixes are not reused for %s, it cannot go on from a cache: %s", type(model).__name__, error
+        )
+        return False
+    finally:
+        _stack.stock_only = False
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if float((whole - rest).abs().max()) <= tolerance * float(whole.abs().max()):
+        return True
+    logger.info(
+        "paged: prefixes are not reused for %s, its logits differ when it goes on from a cache", type(model).__name__
+    )
+    return False
 
 
 def _attending(cache: PagedCache) -> int:

@@ -58,6 +58,12 @@ class SharedKV:
         return self.pool.auto_prefix_blocks(spec)
 
 
+class MaskMismatch(str):
+    """An obstacle that also forbids prefix reuse: stock attends to other keys when a prompt is prefilled in parts."""
+
+    __slots__ = ()
+
+
 class Profile:
     """Which layers of a kind of model can run natively on blocks; learned in its first paged forward.
 
@@ -69,6 +75,8 @@ class Profile:
     def __init__(self) -> None:
         #: layer index -> None when native, else why not
         self.obstacles: dict[int, str | None] = {}
+        #: whether a prompt may be prefilled in two parts, the first taken from a cache; None until it was tried
+        self.continues: bool | None = None
         self.logged = False
 
     def is_native(self, layer_idx: int) -> bool:
@@ -78,6 +86,8 @@ class Profile:
         # a layer whose keys several modules attend to (KV sharing) is native only if all of them can be served
         if self.obstacles.get(layer_idx) is None:
             self.obstacles[layer_idx] = obstacle
+        if isinstance(obstacle, MaskMismatch):
+            self.continues = False
         if obstacle is not None and not self.logged:
             self.logged = True
             logger.info(

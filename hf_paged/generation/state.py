@@ -29,12 +29,16 @@ class StepPlan:
     """One forward over columns ``start : start + width`` of every row. Every layer of that forward uses the same plan.
 
     ``slot_mapping`` is int64 ``[batch * width]``; ``native`` says that no mask was built because kernels need none.
+    ``mask_known`` is True when the mask follows from positions and left padding, False when it does not, and None when
+    the model never asked transformers for one.
     """
 
-    __slots__ = ("_metadata", "_slots", "native", "pads_np", "slots_np", "start", "tables_np", "width")
+    __slots__ = ("_metadata", "_slots", "mask_known", "native", "pads_np", "slots_np", "start", "tables_np", "width")
 
-    def __init__(self, start: int, width: int, native: bool, pads: Ints, slots: Ints, tables: Ints) -> None:
-        self.start, self.width, self.native = start, width, native
+    def __init__(
+        self, start: int, width: int, native: bool, mask_known: bool | None, pads: Ints, slots: Ints, tables: Ints
+    ) -> None:
+        self.start, self.width, self.native, self.mask_known = start, width, native, mask_known
         self.pads_np, self.slots_np, self.tables_np = pads, slots, tables
         self._slots: dict[torch.device, torch.Tensor] = {}
         self._metadata: dict[torch.device, AttentionMetadata] = {}
@@ -87,6 +91,8 @@ class BatchState:
         self.length = 0
         #: set by the mask hook for the forward about to start: (start, width) that needs no mask
         self.native_for: tuple[int, int] | None = None
+        #: and whether its mask is the one that positions and left padding imply; None until the hook is called
+        self.mask_known: bool | None = None
         self.plan: StepPlan | None = None
         #: while identical prompts are prefilled: index of the row whose blocks row i uses
         self.leaders: list[int] | None = None
@@ -108,6 +114,7 @@ class BatchState:
     def _make_plan(self, start: int, width: int, batch: int) -> StepPlan:
         manager = self.manager
         native, self.native_for = self.native_for == (start, width), None
+        mask_known, self.mask_known = self.mask_known, None
         if not self.tables:
             self._open(manager, batch)
         elif batch != len(self.tables):
@@ -145,7 +152,7 @@ class BatchState:
             slots[[i for i, leader in enumerate(leaders) if leader != i]] = -1  # the leader's write serves them too
         bs = self.shared.config.block_size
         used = max(-(-(end - int(pads.min())) // bs), 1)
-        return StepPlan(start, width, native, pads, slots.reshape(-1), self._block_ids[:, :used].copy())
+        return StepPlan(start, width, native, mask_known, pads, slots.reshape(-1), self._block_ids[:, :used].copy())
 
     def slots(self, start: int, end: int) -> Ints:
         """Flat slots of columns ``start : end``, int64 ``[batch, end - start]``; -1 for padding."""
@@ -291,7 +298,8 @@ class BatchState:
         """Give every block back and start over, empty."""
         _free_all(self.shared, self.tables)
         self.pads_np, self.pads_known = np.zeros(0, dtype=np.int64), False
-        self.length, self.plan, self.leaders, self.native_for, self._dirty = 0, None, None, None, True
+        self.length, self.plan, self.leaders, self._dirty = 0, None, None, True
+        self.native_for = self.mask_known = None
 
     def move_to(self, shared: SharedKV) -> None:
         """Use other storage. Only while empty."""
