@@ -97,7 +97,7 @@ class CacheConfig:
         for key in values:
             if key not in known:
                 close = difflib.get_close_matches(str(key), known, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = f"; did you mean {close[0]!r}?" if close else "."
                 raise ConfigError(f"unknown cache_config key {key!r}{hint} Known keys: {', '.join(known)}")
         overrides = dict(values)
         # memory and num_blocks exclude each other; the one given last decides

@@ -318,7 +318,8 @@ class KVCacheManager:
         if needed > pool.num_available:
             raise OutOfBlocksError(
                 f"the KV pool needs {needed} more blocks of {self.block_size} tokens, but of its {pool.num_usable} "
-                f"blocks {pool.num_free} are free and {pool.num_idle} evictable",
+                f"blocks {pool.num_free} are free and {pool.num_idle} evictable. "
+                f"Give the pool more memory or num_blocks, or ask for fewer or shorter rows.",
                 needed=needed,
                 available=pool.num_available,
             )

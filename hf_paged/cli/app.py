@@ -41,11 +41,11 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 @app.command()
 def demo(
     model: Annotated[str, typer.Option(help="A model id, a folder, or 'demo' for the bundled SmolLM2-135M.")] = "demo",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and shorter answers.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts, a smaller batch, fewer beams.")] = False,
 ) -> None:
-    """Show paged generate() beside stock generate(). Exit status 1 if any token differs."""
+    """Show paged generate() beside stock generate(). Exit status 1 if a token differs that was not a tie."""
     from hf_paged.cli import show_demo
     from hf_paged.demo import Settings
     from hf_paged.errors import HfPagedError

@@ -33,8 +33,12 @@ def run(settings: Settings) -> bool:
 
             def stage(name: str, function: Callable[[Subject, demo.Step], _T]) -> _T:
                 progress.update(task, stage=name, advance=1)
+                if not console.is_terminal:  # the bar cannot be seen in a log
+                    console.print(f"{name} ...")
                 return function(subject, step)
 
+            if not console.is_terminal:
+                console.print("Each call runs twice, stock and paged; a minute or two on two idle cores.")
             subject = demo.prepare(settings, step)
             answers = stage("answers", demo.compare_answers)
             openings = stage("texts", demo.compare_openings)

@@ -45,7 +45,11 @@ def load(
     report = progress or (lambda _: None)
     source = str(demo_path(report)) if str(model) == DEMO else str(model)
     report(f"loading {model}")
-    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=_torch_dtype(dtype) or "auto")
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=_torch_dtype(dtype) or "auto")
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"cannot load {model!r} ({first}); give a folder, a hub id, or {DEMO!r}") from error
     return loaded.eval(), load_tokenizer(source)
 
 
