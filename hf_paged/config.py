@@ -15,6 +15,8 @@ from typing import Any
 from hf_paged.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+#: one exbibyte
+_LARGEST = 1 << 60
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
@@ -31,9 +33,11 @@ def parse_size(value: int | str, *, name: str = "memory") -> int:
             raise ConfigError(
                 f"{name}={value!r} is not a size; give bytes as an int or text such as '512MiB' or '2GiB'"
             )
-        size = int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+        size = int(min(float(found[1]), 2.0 * _LARGEST) * _UNITS[(found[2] or "").lower()])
     else:
         size = value
+    if size > _LARGEST:
+        raise ConfigError(f"{name}={str(value)[:40]!r} is more than any machine has; give bytes or text such as '2GiB'")
     if size <= 0:
         raise ConfigError(f"{name}={value!r} must be more than 0 bytes")
     return size
@@ -69,11 +73,11 @@ class CacheConfig:
             raise ConfigError(f"block_size={self.block_size!r} must be an int from 1 to 1024 (16 is a good choice)")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
-        if self.prefix_memory is not None and self.prefix_memory != 0:
+        if self.prefix_memory is not None and (self.prefix_memory != 0 or self.prefix_memory is False):
             object.__setattr__(self, "prefix_memory", parse_size(self.prefix_memory, name="prefix_memory"))
         if self.num_blocks is not None:
-            if not _is_int(self.num_blocks) or self.num_blocks < 1:
-                raise ConfigError(f"num_blocks={self.num_blocks!r} must be an int of at least 1")
+            if not _is_int(self.num_blocks) or not 1 <= self.num_blocks <= 1 << 31:
+                raise ConfigError(f"num_blocks={self.num_blocks!r} must be an int from 1 to {1 << 31}")
             if self.memory is not None:
                 raise ConfigError("give memory or num_blocks, not both: each alone fixes the size of the pool")
         if not isinstance(self.prefix_caching, bool):
@@ -89,7 +93,7 @@ class CacheConfig:
         if isinstance(values, CacheConfig):
             return values
         base = base or cls()
-        if not values:
+        if values is None:
             return base
         if not isinstance(values, Mapping):
             raise ConfigError(f"cache_config must be a dict or a CacheConfig, not {type(values).__name__}")

@@ -20,7 +20,7 @@ from hf_paged import compat
 from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
 from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import InternalError, UnsupportedError
-from hf_paged.generation.shared import MaskMismatch, Profile, SharedKV
+from hf_paged.generation.shared import MaskMismatch, PassingObstacle, Profile, SharedKV
 from hf_paged.generation.state import BatchState
 
 #: arguments of an attention call that change nothing a kernel has to know
@@ -64,6 +64,7 @@ class PagedLayer(compat.DynamicLayer):
         self._spec: tuple[Any, ...] | None = None
         #: the values returned by the last update; attention must receive them unchanged
         self._values: weakref.ref[torch.Tensor] | None = None
+        self._graph: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: a native update whose attention has not been seen yet
         self.unattended = False
 
@@ -90,6 +91,7 @@ class PagedLayer(compat.DynamicLayer):
         self.device, self.dtype = key_states.device, key_states.dtype
         self._spec = (kv_heads, head_dim, key_states.dtype, key_states.device)
         self.is_initialized = True
+        self.profile.wrote.add(self.layer_idx)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -110,11 +112,7 @@ class PagedLayer(compat.DynamicLayer):
                 f"layer {self.layer_idx} holds {self._spec}, the new keys are {kv_heads} heads of {head_dim} in "
                 f"{key_states.dtype} on {key_states.device}: one cache cannot mix them (autocast toggled?)"
             )
-        if self.unattended:
-            raise InternalError(
-                f"layer {self.layer_idx}: the model read the keys of the previous step without calling its attention "
-                "interface, so that step was wrong. Use attention_backend='gather' and report the model."
-            )
+        self.check_attended()
         start = self.length
         plan = state.plan_for(start, width, batch)
         slots = plan.slot_mapping(key_states.device)
@@ -124,6 +122,7 @@ class PagedLayer(compat.DynamicLayer):
             else:
                 self.backend.write(kv, _packed(key_states), _packed(value_states), slots)
         self.length = start + width
+        self._keep_graph(start, key_states, value_states)
         if plan.native:
             self.unattended = True
             keys = key_states.view_as(key_states)
@@ -138,6 +137,16 @@ class PagedLayer(compat.DynamicLayer):
         return keys, values
 
     _update_uncompiled = torch.compiler.disable(_update)
+
+    def check_attended(self) -> None:
+        """Raise InternalError when the last native update was not followed by its attention; later calls gather."""
+        if self.unattended:
+            self.unattended = False
+            self.profile.obstacles[self.layer_idx] = "its attention was once not called"
+            raise InternalError(
+                f"layer {self.layer_idx}: its keys were read without calling its attention interface, so that step "
+                "was wrong. Its attention was replaced after an earlier paged call; later calls gather."
+            )
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -154,8 +163,23 @@ class PagedLayer(compat.DynamicLayer):
         first = self._first_column(before)
         if before == first:
             return key_states.contiguous(), value_states.contiguous()
+        if self._graph:
+            parts_k, parts_v = zip(*self._graph, strict=True)
+            return torch.cat(parts_k, dim=-2)[:, :, first:], torch.cat(parts_v, dim=-2)[:, :, first:]
         past_k, past_v = self.columns(first, before)
         return torch.cat([past_k, key_states], dim=-2), torch.cat([past_v, value_states], dim=-2)
+
+    def _keep_graph(self, start: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Blocks carry no autograd graph. With gradients on, the states are kept beside them, as stock does."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            if sum(k.shape[-2] for k, _ in self._graph) == start:
+                self._graph.append((key_states, value_states))
+        elif self._graph:
+            self._graph.clear()
+
+    def drop_graph(self) -> None:
+        """Forget states kept for autograd; what was computed from them keeps its gradients."""
+        self._graph.clear()
 
     def columns(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of columns ``start : end`` as ``[batch, kv_heads, end - start, width]``."""
@@ -184,7 +208,7 @@ class PagedLayer(compat.DynamicLayer):
         """The same layer over a forked state."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.state = state
+        other.state, other._graph = state, []
         return other
 
     # -- what transformers asks ----------------------------------------------------------------------------------
@@ -210,11 +234,13 @@ class PagedLayer(compat.DynamicLayer):
                 f"crop({tokens_to_remove}): give a negative number of tokens to remove, as transformers 5 does"
             )
         self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
+        self._graph.clear()
         self.unattended = False
         self.state.truncate(self.length)
 
     def reset(self) -> None:
         self.length, self.unattended = 0, False
+        self._graph.clear()
         self.state.truncate(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -239,11 +265,11 @@ class PagedLayer(compat.DynamicLayer):
     ) -> str | None:
         """None when a kernel computes what this call of the stock attention would, else why not."""
         if impl is None:
-            return "attention was called with positional options"
+            return PassingObstacle("attention was called with positional options")
         if kwargs.get("position_bias") is not None:
             return "the model adds a relative position bias"
         if kwargs.get("dropout"):
-            return "attention dropout is on"
+            return PassingObstacle("attention dropout is on")
         causal = kwargs.get("is_causal")
         if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
             return "attention is not causal"
@@ -254,7 +280,7 @@ class PagedLayer(compat.DynamicLayer):
             return "sdpa does not apply the softcap"
         for name, value in kwargs.items():
             if name not in _HARMLESS and value is not None and not isinstance(value, bool | str):
-                return f"attention takes {name}, whose meaning is not known here"
+                return PassingObstacle(f"attention takes {name}, whose meaning is not known here")
         assert self.kv is not None
         return self.backend.unsupported_call(self.kv.spec, self.params(module, query, kwargs))
 
@@ -306,7 +332,7 @@ class PagedLayer(compat.DynamicLayer):
             sinks=kwargs.get("s_aux"),
         )
 
-    def stock_mask(self, impl: str | None, query: torch.Tensor) -> torch.Tensor:
+    def stock_mask(self, impl: str | None, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """The mask stock would have built for the columns ``gathered`` returns: ``[batch, 1, width, columns]``,
         bool for sdpa, additive otherwise. For the rare call that turns out not native after its mask was skipped."""
         width, device = query.shape[2], query.device
@@ -317,8 +343,9 @@ class PagedLayer(compat.DynamicLayer):
         seen = (k <= q) & (k >= pads)
         if self.chunk is not None:
             seen &= (k - pads) // self.chunk == (q - pads) // self.chunk
-        elif self.window is not None:
-            seen &= k > q - self.window
+        for limit in (self.window, window):
+            if limit is not None:
+                seen &= k > q - limit
         if impl == "sdpa":
             return seen
         hidden = torch.tensor(torch.finfo(query.dtype).min, dtype=query.dtype, device=device)
@@ -377,16 +404,19 @@ class PagedLayer(compat.DynamicLayer):
         if (
             attention_mask is not None
             or query.shape[2] != plan.width
-            or (query.requires_grad and torch.is_grad_enabled())
+            or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
             or (impl == "eager" and _wants_weights(module, kwargs))
             or obstacle is not None
         ):
             keys, values = self.gathered(key, value)
-            mask = attention_mask if attention_mask is not None else self.stock_mask(impl, query)
+            window = kwargs.get("sliding_window") if self.chunk is None else None
+            mask = attention_mask if attention_mask is not None else self.stock_mask(impl, query, window)
+            self.profile.gathered_calls += 1
             return stock(module, query, keys, values, mask, **kwargs)
         call = (kwargs.get("scaling"), kwargs.get("softcap"), id(kwargs.get("s_aux")), module)
         if call != self._call or self._params is None:
             self._call, self._params = call, self.params(module, query, kwargs)
+        self.profile.native_calls += 1
         batch, heads, width, _ = query.shape
         packed = query[:, :, 0] if width == 1 else _packed(query)
         assert self.kv is not None

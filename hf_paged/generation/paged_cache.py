@@ -41,8 +41,10 @@ class PagedCache(compat.DynamicCache):
     layers: list[Any]
 
     def __init__(self, config: Any = None, *, cache_config: CacheConfig | Mapping[str, Any] | None = None) -> None:
-        if config is None:
-            raise ConfigError("PagedCache needs the model's config: PagedCache(model.config)")
+        if not hasattr(config, "get_text_config"):
+            raise ConfigError(
+                f"PagedCache needs the model's config, not {type(config).__name__}: PagedCache(model.config)"
+            )
         decoder = config.get_text_config(decoder=True)
         super().__init__(config=decoder)
         self._page(decoder, None, CacheConfig.from_dict(cache_config))
@@ -98,18 +100,10 @@ class PagedCache(compat.DynamicCache):
             known = False
         # several masks may be built for one forward (full, sliding); all of them must be the usual ones
         self.state.mask_known = known and self.state.mask_known is not False
-        if not known or self.force_gather or not self._all_native():
+        if not known or self.force_gather or not self.profile.all_native():
             return False
         self.state.native_for = (start, query_length)
         return True
-
-    def _all_native(self) -> bool:
-        """Layers that were never probed store nothing in this model (KV sharing); the others must all be native."""
-        known = [layer.profile.obstacles[i] for i, layer in self._indexed() if i in layer.profile.obstacles]
-        return bool(known) and all(obstacle is None for obstacle in known)
-
-    def _indexed(self) -> list[tuple[int, PagedLayer]]:
-        return [(layer.layer_idx, layer) for layer in self.paged_layers]
 
     # -- whole-cache edits ---------------------------------------------------------------------------------------
 
@@ -120,7 +114,7 @@ class PagedCache(compat.DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was: a permutation of tables, copied on write."""
-        self.state.select(beam_idx.tolist())
+        self._select(beam_idx.tolist())
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
                 layer.reorder_cache(beam_idx)
@@ -129,7 +123,7 @@ class PagedCache(compat.DynamicCache):
         """Repeat each row ``repeats`` times in place: ``a b`` becomes ``a a b b``."""
         if self.state.tables or self.state.pads_known:
             rows = max(len(self.state.tables), len(self.state.pads_np))
-            self.state.select([row for row in range(rows) for _ in range(repeats)])
+            self._select([row for row in range(rows) for _ in range(repeats)])
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
                 layer.batch_repeat_interleave(repeats)
@@ -139,10 +133,20 @@ class PagedCache(compat.DynamicCache):
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
-        self.state.select(rows.tolist())
+        self._select(rows.tolist())
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
                 layer.batch_select_indices(indices)
+
+    def _select(self, rows: Sequence[int]) -> None:
+        self.state.select(rows)
+        for layer in self.paged_layers:
+            layer.drop_graph()
+
+    def check_attended(self) -> None:
+        """Raise InternalError when a layer's last update was not followed by its attention."""
+        for layer in self.paged_layers:
+            layer.check_attended()
 
     def reset(self) -> None:
         """Forget everything and give the blocks back; the cache can be used again."""
@@ -156,6 +160,7 @@ class PagedCache(compat.DynamicCache):
         self.state.release()
         for layer in self.paged_layers:
             layer.length, layer.unattended = 0, False
+            layer.drop_graph()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         twin = type(self).__new__(type(self))

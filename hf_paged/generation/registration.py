@@ -131,6 +131,8 @@ class _Call:
     """One ``generate()`` in progress on this thread."""
 
     model: Any
+    #: a decoding loop of the user's, which may return other tokens than it ran
+    custom: bool = False
     cache: PagedCache | None = None
     kv: ModelKV | None = None
     config: CacheConfig | None = None
@@ -160,19 +162,20 @@ class _Registration:
 
     def __init__(self) -> None:
         self.defaults = CacheConfig()
-        self.replaced: list[tuple[Any, str, Any]] = []
+        self.replaced: list[tuple[Any, str, Any, Any]] = []
 
     @property
     def active(self) -> bool:
         return bool(self.replaced)
 
     def patch(self, owner: Any, name: str, new: Any) -> None:
-        self.replaced.append((owner, name, owner.__dict__[name]))
+        self.replaced.append((owner, name, owner.__dict__[name], new))
         setattr(owner, name, new)
 
     def restore(self) -> None:
-        for owner, name, old in reversed(self.replaced):
-            setattr(owner, name, old)
+        for owner, name, old, new in reversed(self.replaced):
+            if owner.__dict__[name] is new:  # else somebody wrapped ours, which then passes calls through
+                setattr(owner, name, old)
         self.replaced.clear()
 
 
@@ -235,7 +238,7 @@ def is_registered() -> bool:
 
 def cache_stats(model: Any) -> CacheStats:
     """What the paged cache of ``model`` holds and has done; all zeros before its first paged call."""
-    kv = _models.get(model)
+    kv = _known(model)
     if kv is None:
         return CacheStats()
     with kv.lock:
@@ -263,7 +266,7 @@ def cache_stats(model: Any) -> CacheStats:
 
 def clear(model: Any) -> None:
     """Forget every prefix of ``model`` and return its memory. Caches still in use keep theirs until dropped."""
-    kv = _models.get(model)
+    kv = _known(model)
     if kv is not None:
         kv.clear()
 
@@ -274,16 +277,27 @@ def weights_changed(model: Any) -> None:
     In-place writes, optimizer steps, ``load_state_dict`` and adapter switches are noticed without this. It is for
     partial writes through ``.data`` to models above 2 GiB on CPU, whose bytes are only sampled.
     """
-    kv = _models.get(model)
+    kv = _known(model)
     if kv is not None:
         kv.watch.changed()
 
 
 def check_invariants(model: Any) -> None:
     """Raise InternalError unless the books of the model's pool balance. For tests and bug reports."""
-    kv = _models.get(model)
+    kv = _known(model)
     if kv is not None and kv.shared is not None and kv.shared.manager is not None:
         kv.shared.manager.check_invariants()
+
+
+def _known(model: Any) -> ModelKV | None:
+    """What is kept for ``model``, or for the model inside a PEFT, DDP or torch.compile wrapper."""
+    while model is not None:
+        kv = _models.get(model)
+        if kv is not None:
+            return kv
+        inner = getattr(model, "get_base_model", None)
+        model = inner() if inner is not None else getattr(model, "module", getattr(model, "_orig_mod", None))
+    return None
 
 
 def _kv_of(model: Any) -> ModelKV:
@@ -301,13 +315,17 @@ def _kv_of(model: Any) -> ModelKV:
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _registration.active:
+            return original(self, *args, **kwargs)
         if kwargs.get("cache_implementation") == PUBLIC_NAME:
             kwargs["cache_implementation"] = _INTERNAL_NAME
-        call = _Call(self)
+        call = _Call(self, custom=kwargs.get("custom_generate") is not None)
         _stack.calls.append(call)
         returned = None
         try:
             returned = original(self, *args, **kwargs)
+            if call.cache is not None:
+                call.cache.check_attended()
             _keep_generated(call, returned)
             return returned
         finally:
@@ -336,6 +354,13 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             # let stock raise its error about two ways to name the cache
             return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
         config = CacheConfig.from_dict(generation_config.cache_config, _registration.defaults)
+        if given is not None and generation_config.cache_config:
+            has = compat.self_attention_cache(given[1]).state.shared.config
+            if has.geometry != config.geometry:
+                raise ConfigError(
+                    f"cache_config asks for {config}, but the PagedCache passed in was made with {has}: give one "
+                    "of the two, or equal ones"
+                )
         # Stock builds the cache, as for the default; only then are its layers replaced. So every model-specific
         # choice of stock (encoder-decoder, layer types, no cache at all) stays stock's.
         options, generation_config.cache_implementation = generation_config.cache_config, None
@@ -395,7 +420,7 @@ def _install_cache(
         pad = getattr(generation_config, "_pad_token_tensor", None)
         call.pad_token = None if pad is None else int(pad)
         mode = str(getattr(generation_mode, "value", generation_mode))
-        call.rows_stay = "beam" not in mode and "contrastive" not in mode
+        call.rows_stay = not call.custom and "beam" not in mode and "contrastive" not in mode
 
 
 def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,6 +450,8 @@ def _check_ids(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
     """Ids outside the vocabulary end in an IndexError deep inside an embedding, or on a GPU in a dead context."""
     if input_ids.dtype.is_floating_point or model_kwargs.get("inputs_embeds") is not None or not input_ids.numel():
         return
+    if any(isinstance(v, torch.Tensor) for k, v in model_kwargs.items() if k not in _NEUTRAL_KWARGS):
+        return  # placeholders of images and the like may lie outside the vocabulary
     embeddings = model.get_input_embeddings()
     size = getattr(embeddings, "num_embeddings", None)
     if size is None or model.config.is_encoder_decoder:
@@ -457,7 +484,7 @@ def _begin_prompt(call: _Call, input_ids: torch.Tensor, generation_config: Any, 
         state.keep_padding(batch)
     if len(state.pads_np) != batch:
         return
-    if not _prompt_decides(model_kwargs, input_ids):
+    if not _prompt_decides(model_kwargs, input_ids) or _mask_has_holes(model_kwargs, state):
         return
     pads = state.pads_np.tolist()
     rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
@@ -472,14 +499,16 @@ def _begin_prompt(call: _Call, input_ids: torch.Tensor, generation_config: Any, 
         return
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return  # the first step's outputs would lack the columns that were not computed
-    if not state.pads_known or _mask_has_holes(model_kwargs, state):
-        return
+    if generation_config.prefill_chunk_size is not None and compat.transformers_version() < (5, 23):
+        return  # before, chunked prefill takes its positions from the first column whatever the cache holds
     runtime = runtime_signature(model)
     if runtime is None:
         return
     manager = cache.state.shared.manager
     with kv.lock:
         before, epoch = kv.watch.epoch, kv.watch.observe(model)
+        if epoch is None:
+            return  # weights that cannot be read cannot be watched
         if manager is not None and epoch != before:
             manager.drop(lambda namespace: namespace[0] != ("weights", epoch))  # can never be matched again
     call.namespace = (("weights", epoch), ("salt", config.salt), *runtime)
@@ -549,6 +578,7 @@ def _prompt_decides(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> bo
         return True
     if positions.ndim != 2 or positions.shape[-1] != input_ids.shape[1]:
         return False
+    positions = positions.expand(input_ids.shape)
     if mask is None:
         usual = torch.arange(input_ids.shape[1], device=positions.device).expand_as(positions)
         return bool(torch.equal(positions, usual))
@@ -573,7 +603,7 @@ def _keep(call: _Call, rows: list[list[int]] | None) -> None:
     manager = state.shared.manager
     if manager is None or len(rows) != len(state.tables) or not kv.watch.unchanged_since_observed(call.model):
         return
-    if kv.shared is not state.shared:
+    if kv.shared is not state.shared or call.namespace[0] != ("weights", kv.watch.epoch):
         return  # cleared or resized meanwhile
     with manager.lock:
         for row, table in zip(rows, state.tables, strict=True):

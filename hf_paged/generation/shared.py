@@ -64,6 +64,12 @@ class MaskMismatch(str):
     __slots__ = ()
 
 
+class PassingObstacle(str):
+    """An obstacle of this call (dropout is on, an unusual argument) that says nothing about the model."""
+
+    __slots__ = ()
+
+
 class Profile:
     """Which layers of a kind of model can run natively on blocks; learned in its first paged forward.
 
@@ -75,14 +81,22 @@ class Profile:
     def __init__(self) -> None:
         #: layer index -> None when native, else why not
         self.obstacles: dict[int, str | None] = {}
+        #: layers that ever stored keys
+        self.wrote: set[int] = set()
+        #: attention calls answered by kernels on blocks, and by stock code on gathered keys
+        self.native_calls = 0
+        self.gathered_calls = 0
         #: whether a prompt may be prefilled in two parts, the first taken from a cache; None until it was tried
         self.continues: bool | None = None
         self.logged = False
 
-    def is_native(self, layer_idx: int) -> bool:
-        return self.obstacles.get(layer_idx, "not probed yet") is None
+    def all_native(self) -> bool:
+        """Every layer that stores keys was probed and found native. Layers that share others' keys store none."""
+        return bool(self.wrote) and all(self.obstacles.get(i, "not probed yet") is None for i in self.wrote)
 
     def record(self, layer_idx: int, obstacle: str | None) -> None:
+        if isinstance(obstacle, PassingObstacle):
+            return
         # a layer whose keys several modules attend to (KV sharing) is native only if all of them can be served
         if self.obstacles.get(layer_idx) is None:
             self.obstacles[layer_idx] = obstacle

@@ -8,7 +8,6 @@ a forward, and ``PagedCache`` tells it about crops, reorders and masks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,7 +79,11 @@ class StepPlan:
 
 
 class BatchState:
-    """Block tables of a batch and the conversion between its columns and its tokens."""
+    """Block tables of a batch and the conversion between its columns and its tokens.
+
+    When it is garbage collected, its tables die with it, and the manager collects their blocks at its next call. No
+    finalizer of ours runs then: it could re-enter the manager in the middle of an operation.
+    """
 
     def __init__(self, shared: SharedKV) -> None:
         self.shared = shared
@@ -99,7 +102,6 @@ class BatchState:
         self._block_ids = np.zeros((0, 0), dtype=np.int32)
         self._known_blocks: list[int] = []
         self._dirty = True
-        self._finalizer = weakref.finalize(self, _free_all, shared, self.tables)
 
     # -- the forward in progress ---------------------------------------------------------------------------------
 
@@ -156,6 +158,8 @@ class BatchState:
 
     def slots(self, start: int, end: int) -> Ints:
         """Flat slots of columns ``start : end``, int64 ``[batch, end - start]``; -1 for padding."""
+        if self._dirty:
+            self._refresh_block_ids()
         bs = self.shared.config.block_size
         pads = self.pads_np
         if end - start == 1 and start >= self._max_pad:
@@ -221,8 +225,8 @@ class BatchState:
         columns = visible.shape[1]
         if start == 0 and not self.tables and not self.pads_known:
             pads = np.where(visible.any(axis=1), visible.argmax(axis=1), columns)
-            if not np.array_equal(visible, np.arange(columns)[None, :] >= pads[:, None]):
-                pads = np.zeros_like(pads)
+            if (pads == columns).any() or not np.array_equal(visible, np.arange(columns)[None, :] >= pads[:, None]):
+                pads = np.zeros_like(pads)  # also where a row has no token at all: what it sees is the model's affair
             self.set_pads(pads)
         if len(self.pads_np) != visible.shape[0]:
             return False
@@ -307,8 +311,6 @@ class BatchState:
             raise InternalError("cannot move a batch that already holds tokens")
         self.release_tables()
         self.shared = shared
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _free_all, shared, self.tables)
 
     def release_tables(self) -> None:
         _free_all(self.shared, self.tables)

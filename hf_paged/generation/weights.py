@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.nn.modules import module as module_internals
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 #: models up to this size are checksummed in full; larger ones by samples, unless they are on a GPU
@@ -40,9 +41,11 @@ class WeightsWatch:
         if any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             self._stepped = True
 
-    def observe(self, model: torch.nn.Module) -> int:
-        """Compare the model with the last call and return its epoch."""
+    def observe(self, model: torch.nn.Module) -> int | None:
+        """Compare the model with the last call and return its epoch; None when its weights cannot be read."""
         tensors = [*model.parameters(), *model.buffers()]
+        if not all(_readable(t) for t in tensors):
+            return None
         seen = (quick_signature(tensors), checksum(tensors))
         if self._stepped or seen != self._seen:
             self.epoch += 1
@@ -52,9 +55,10 @@ class WeightsWatch:
 
     def unchanged_since_observed(self, model: torch.nn.Module) -> bool:
         """Cheap second look: versions, addresses and optimizer steps, without reading the weights again."""
-        if self._stepped or self._seen is None:
+        seen = self._seen  # another thread may call changed() at any time
+        if self._stepped or seen is None:
             return False
-        return bool(quick_signature([*model.parameters(), *model.buffers()]) == self._seen[0])
+        return bool(quick_signature([*model.parameters(), *model.buffers()]) == seen[0])
 
 
 def quick_signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -101,38 +105,84 @@ def _sum_bytes(data: torch.Tensor) -> int:
 
 
 def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
-    """What besides weights decides the keys and values: adapters, attention implementation, autocast.
+    """What besides weights decides the keys and values: configuration, structure, adapters, attention, autocast.
 
-    None when nobody can tell: the model is in training mode (dropout), or carries forward hooks of the user's.
+    The structure is each module's class and its plain attributes (scales, epsilons, counts of experts). None when
+    nobody can tell: the model is in training mode (dropout), carries hooks or replaced methods of the user's, or has
+    rotary frequencies that move with the longest prompt seen.
     """
-    if model.training:
+    if model.training or _global_hooks() or "prepare_inputs_for_generation" in model.__dict__:
         return None
-    adapters: list[Any] = []
+    structure: list[Any] = []
     for name, module in model.named_modules():
         own = module.__dict__
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             if any(not _is_harmless(hook) for hook in hooks.values()):
                 return None
-        if "_active_adapter" in own or "merged_adapters" in own:
-            adapters.append(
-                (
-                    name,
-                    _frozen(own.get("_active_adapter")),
-                    bool(own.get("_disable_adapters", False)),
-                    _frozen(own.get("merged_adapters")),
-                    _frozen(own.get("scaling")),
-                )
-            )
+        if "forward" in own and not _known_forward(module, own["forward"]):
+            return None
+        if _moves_with_length(own.get("rope_type")):
+            return None
+        plain = tuple(v for k, v in own.items() if isinstance(v, _PLAIN) and k != "training")
+        adapter = tuple(_frozen(own[k]) for k in _ADAPTER_STATE if k in own)
+        structure.append((name, type(module), plain, adapter))
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return (("adapters", tuple(adapters)), ("storage", *storage_key(model)), ("attention", str(implementation)))
+    return (
+        ("config", _frozen_config(getattr(model, "config", None))),
+        ("structure", hash(tuple(structure))),
+        ("storage", *storage_key(model)),
+        ("attention", str(implementation)),
+    )
+
+
+_PLAIN = (int, float, str, bool, type(None))
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+def _global_hooks() -> bool:
+    return bool(module_internals._global_forward_hooks or module_internals._global_forward_pre_hooks)
+
+
+def _known_forward(module: torch.nn.Module, forward: Any) -> bool:
+    """A ``forward`` set on the instance that changes nothing: accelerate's wrapper, or the class's own, compiled."""
+    if "_hf_hook" in module.__dict__:
+        return True
+    original = getattr(forward, "_torchdynamo_orig_callable", None)
+    return getattr(original, "__func__", None) is type(module).forward
+
+
+def _moves_with_length(rope_type: Any) -> bool:
+    kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def _frozen_config(config: Any) -> int:
+    """A hash of a configuration's values, those of nested ones included."""
+
+    def freeze(value: Any) -> Any:
+        if hasattr(value, "get_text_config"):
+            return tuple(sorted((k, freeze(v)) for k, v in vars(value).items() if not k.startswith("_")))
+        return repr(value)
+
+    return hash(str(freeze(config)))
 
 
 def storage_key(model: torch.nn.Module) -> tuple[Any, ...]:
     """What decides the dtype and device of a model's keys: its own, and autocast's."""
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    floating = (p for p in model.parameters() if p.is_floating_point() and p.device.type != "meta")
+    first = next(floating, None)
     device = torch.device("cpu") if first is None else first.device
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return (None if first is None else first.dtype, device, autocast)
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Plain memory: not sparse, not on the meta device (offloaded), not a wrapper such as quantized weights."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+    )
 
 
 def _is_harmless(hook: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 import hf_paged
 from hf_paged import generation
+from hf_paged.generation.shared import profile_of
 
 pytestmark = pytest.mark.model
 
@@ -51,7 +52,10 @@ def test_twenty_prompts_give_the_same_64_tokens(model: Any) -> None:
     options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
     want = lm.generate(**inputs, **options)
     lm.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=2, cache_implementation="paged")  # probe
+    profile = profile_of(lm.config)
+    before = profile.native_calls
     got = lm.generate(**inputs, **options, cache_implementation="paged")
+    assert profile.native_calls - before == 64 * lm.config.num_hidden_layers
     assert len(hf_paged.cache_stats(lm).native) == lm.config.num_hidden_layers
     assert torch.equal(got, want)
     again = lm.generate(**inputs, **options, cache_implementation="paged")  # every prompt now comes from the tree
