@@ -47,7 +47,7 @@ class PagedCache(compat.DynamicCache):
             )
         decoder = config.get_text_config(decoder=True)
         super().__init__(config=decoder)
-        self._page(decoder, None, CacheConfig.from_dict(cache_config))
+        self._page(config, None, CacheConfig.from_dict(cache_config))
 
     @classmethod
     def from_dynamic(
@@ -62,6 +62,7 @@ class PagedCache(compat.DynamicCache):
 
     def _page(self, config: Any, shared: SharedKV | None, cache_config: CacheConfig) -> None:
         self.profile = profile = profile_of(config)
+        config = config.get_text_config(decoder=True)
         types = getattr(config, "layer_types", None) or []
         pageable = [i for i, layer in enumerate(self.layers) if pageable_layer(layer)]
         if shared is None:

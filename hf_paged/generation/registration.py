@@ -391,9 +391,7 @@ def _install_cache(
         logger.info("paged: %s keeps no plain keys and values; its stock cache is used", type(model).__name__)
         return
     kv = _kv_of(model)
-    paged = PagedCache.from_dynamic(
-        own, model.config.get_text_config(decoder=True), kv.pool_for(config, pageable, storage_key(model)), config
-    )
+    paged = PagedCache.from_dynamic(own, model.config, kv.pool_for(config, pageable, storage_key(model)), config)
     mask = model_kwargs.get("attention_mask")
     if generation_config.output_attentions or generation_config.output_hidden_states:
         # they show the padding columns too: keep all, and let the model's own attention make them

@@ -114,8 +114,11 @@ _profiles_lock = threading.Lock()
 
 
 def profile_of(config: Any) -> Profile:
-    """The profile of models that run with this config object under its present attention implementation."""
-    impl = str(getattr(config, "_attn_implementation", None))
+    """The profile of models that run with this config object under their decoder's present attention implementation.
+
+    Keyed by the model's own config: ``get_text_config`` makes a new object at each call for encoder-decoder models.
+    """
+    impl = str(getattr(config.get_text_config(decoder=True), "_attn_implementation", None))
     key = id(config)
     with _profiles_lock:
         found = _profiles.get(key)

@@ -65,7 +65,7 @@ def both(name: str, mode: str, backend: str, block_size: int) -> tuple[modes.Out
     if backend != "gather":
         # the first paged forward of a kind of model probes it; only later ones run on kernels
         model.generate(**modes.prompt(rows=1), max_new_tokens=2, cache_implementation="paged", cache_config=config)
-    profile = profile_of(model.config.get_text_config(decoder=True))
+    profile = profile_of(model.config)
     native_before, gathered_before = profile.native_calls, profile.gathered_calls
     actual = modes.run(model, name, mode, cache_implementation="paged", cache_config=config)
     if backend != "gather" and name in zoo.NATIVE and mode not in ("attentions", "hidden_states"):
