@@ -140,14 +140,15 @@ class KVPool:
     @staticmethod
     def _reservable(device: torch.device) -> int:
         """Half of what is free, or less where address space is limited (``ulimit -v``, many models in one process)."""
-        memory = int(free_memory(device) * _AUTO_SHARE)
+        memory = wanted = int(free_memory(device) * _AUTO_SHARE)
         while memory > _AUTO_LEAST:
             try:
                 torch.empty(memory, dtype=torch.uint8, device=device)
-                return memory
+                break
             except RuntimeError:  # what every allocator of torch raises when it cannot
                 memory //= 4
-        return memory
+        # Where room is scarce, leave most of it: layouts may round head sizes up, and the model needs memory too.
+        return memory if memory == wanted else memory // 4
 
     def auto_prefix_blocks(self, spec: LayerSpec) -> int:
         """Blocks that unused prefixes may keep when the user set no limit."""
