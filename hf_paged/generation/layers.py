@@ -7,6 +7,9 @@ Native or gathered? In a *native* forward ``update()`` returns only the new keys
 the tag (the layer itself) and calls :meth:`PagedLayer.attend`, which reads everything else through the block tables.
 In a *gathered* forward
 ``update()`` returns what the stock layer would have returned, and the stock attention runs unchanged.
+
+Under ``torch.compile`` the same two ways are the two operators of ``attention.ops``: what they do to blocks happens
+outside the graph, when it runs. A native layer then stores its keys in the attention call rather than in ``update()``.
 """
 
 from __future__ import annotations
@@ -17,20 +20,14 @@ from typing import Any
 import torch
 
 from hf_paged import compat
+from hf_paged.attention import ops
+from hf_paged.attention.backends.torch_reference import attend_dense
 from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
 from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import InternalError, UnsupportedError
-from hf_paged.generation.shared import MaskMismatch, PassingObstacle, Profile, SharedKV
-from hf_paged.generation.state import BatchState
-
-#: arguments of an attention call that change nothing a kernel has to know
-_HARMLESS = frozenset(
-    {
-        "position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "sliding_window", "softcap",
-        "s_aux", "dropout", "scaling", "labels", "num_items_in_batch", "logits_to_keep", "cache", "past_key_values",
-        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "deterministic",
-    }
-)  # fmt: skip
+from hf_paged.generation.obstacles import Obstacle, call_obstacle, mask_obstacle, wants_weights
+from hf_paged.generation.shared import Profile, SharedKV
+from hf_paged.generation.state import BatchState, StepPlan
 
 
 class PagedLayer(compat.DynamicLayer):
@@ -60,13 +57,16 @@ class PagedLayer(compat.DynamicLayer):
         self.length = 0
         self.kv: LayerKV | None = None
         self._call: tuple[Any, ...] | None = None
-        self._params: AttentionParams | None = None
+        self._params: tuple[AttentionParams, Obstacle | None] | None = None
         self._spec: tuple[Any, ...] | None = None
         #: the values returned by the last update; attention must receive them unchanged
         self._values: weakref.ref[torch.Tensor] | None = None
         self._graph: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: a native update whose attention has not been seen yet
         self.unattended = False
+        #: keys handed out by a compiled ``update()`` that their attention call has yet to store
+        self.pending = False
+        self.token = ops.token_for(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(columns={self.length})"
@@ -91,37 +91,20 @@ class PagedLayer(compat.DynamicLayer):
         self.device, self.dtype = key_states.device, key_states.dtype
         self._spec = (kv_heads, head_dim, key_states.dtype, key_states.device)
         self.is_initialized = True
-        self.profile.wrote.add(self.layer_idx)
+        self.profile.stores(self.layer_idx)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_compiling():
-            uncompiled: tuple[torch.Tensor, torch.Tensor] = self._update_uncompiled(key_states, value_states)
-            return uncompiled
+            return self._update_traced(key_states, value_states)
         return self._update(key_states, value_states)
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.kv is None:
-            self.lazy_initialization(key_states, value_states)
-        kv, state = self.kv, self.state
-        assert kv is not None
-        batch, kv_heads, width, head_dim = key_states.shape
-        if (kv_heads, head_dim, key_states.dtype, key_states.device) != self._spec:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} holds {self._spec}, the new keys are {kv_heads} heads of {head_dim} in "
-                f"{key_states.dtype} on {key_states.device}: one cache cannot mix them (autocast toggled?)"
-            )
         self.check_attended()
+        self.pending = False
         start = self.length
-        plan = state.plan_for(start, width, batch)
-        slots = plan.slot_mapping(key_states.device)
-        with torch.no_grad():
-            if width == 1:
-                self.backend.write(kv, key_states[:, :, 0], value_states[:, :, 0], slots)
-            else:
-                self.backend.write(kv, _packed(key_states), _packed(value_states), slots)
-        self.length = start + width
+        plan = self._store(key_states, value_states, start)
         self._keep_graph(start, key_states, value_states)
         if plan.native:
             self.unattended = True
@@ -136,13 +119,55 @@ class PagedLayer(compat.DynamicLayer):
             self._values = weakref.ref(values)
         return keys, values
 
+    #: with gradients on, the states have to stay in the graph: one break per layer
     _update_uncompiled = torch.compiler.disable(_update)
+
+    def _update_traced(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``update()`` while torch.compile traces it: bookkeeping here, blocks when the graph runs."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            uncompiled: tuple[torch.Tensor, torch.Tensor] = self._update_uncompiled(key_states, value_states)
+            return uncompiled
+        if self.unattended:
+            self.check_attended()
+        start, width = self.length, key_states.shape[-2]
+        self.length = start + width
+        probed = self.layer_idx in self.profile.obstacles
+        if probed and self.profile.native and not self.state.force_gather:
+            self.unattended = self.pending = True
+            keys = key_states.view_as(key_states)
+            setattr(keys, TAG, self)
+            return keys, value_states
+        columns = self.length - self._first_column(start)
+        gathered: tuple[torch.Tensor, torch.Tensor] = ops.gathered(key_states, value_states, self.token, start, columns)
+        return gathered
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StepPlan:
+        """Write the states as columns ``start : start + width`` and return the plan of this forward."""
+        if self.kv is None:
+            self.lazy_initialization(key_states, value_states)
+        kv, state = self.kv, self.state
+        assert kv is not None
+        batch, kv_heads, width, head_dim = key_states.shape
+        if (kv_heads, head_dim, key_states.dtype, key_states.device) != self._spec:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} holds {self._spec}, the new keys are {kv_heads} heads of {head_dim} in "
+                f"{key_states.dtype} on {key_states.device}: one cache cannot mix them (autocast toggled?)"
+            )
+        plan = state.plan_for(start, width, batch)
+        slots = plan.slot_mapping(key_states.device)
+        with torch.no_grad():
+            if width == 1:
+                self.backend.write(kv, key_states[:, :, 0], value_states[:, :, 0], slots)
+            else:
+                self.backend.write(kv, _packed(key_states), _packed(value_states), slots)
+        self.length = start + width
+        return plan
 
     def check_attended(self) -> None:
         """Raise InternalError when the last native update was not followed by its attention; later calls gather."""
         if self.unattended:
-            self.unattended = False
-            self.profile.obstacles[self.layer_idx] = "its attention was once not called"
+            self.unattended = self.pending = False
+            self.profile.record(self.layer_idx, Obstacle("its attention was once not called"))
             raise InternalError(
                 f"layer {self.layer_idx}: its keys were read without calling its attention interface, so that step "
                 "was wrong. Its attention was replaced after an earlier paged call; later calls gather."
@@ -209,6 +234,7 @@ class PagedLayer(compat.DynamicLayer):
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.state, other._graph = state, []
+        other.token = ops.token_for(other)
         return other
 
     # -- what transformers asks ----------------------------------------------------------------------------------
@@ -235,13 +261,17 @@ class PagedLayer(compat.DynamicLayer):
             )
         self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
         self._graph.clear()
-        self.unattended = False
+        self.unattended = self.pending = False
         self.state.truncate(self.length)
 
     def reset(self) -> None:
-        self.length, self.unattended = 0, False
-        self._graph.clear()
+        self.forget()
         self.state.truncate(0)
+
+    def forget(self) -> None:
+        """Start again at column 0; the rows' blocks are the state's to give back."""
+        self.length, self.unattended, self.pending = 0, False, False
+        self._graph.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         _whole_cache_only("reorder_cache")
@@ -260,63 +290,30 @@ class PagedLayer(compat.DynamicLayer):
 
     # -- native attention ----------------------------------------------------------------------------------------
 
-    def obstacle(
+    def _options(
         self, impl: str | None, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]
-    ) -> str | None:
-        """None when a kernel computes what this call of the stock attention would, else why not."""
-        if impl is None:
-            return PassingObstacle("attention was called with positional options")
-        if kwargs.get("position_bias") is not None:
-            return "the model adds a relative position bias"
-        if kwargs.get("dropout"):
-            return PassingObstacle("attention dropout is on")
-        causal = kwargs.get("is_causal")
-        if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
-            return "attention is not causal"
-        window = kwargs.get("sliding_window")
-        if self.chunk is None and window != self.window:
-            return MaskMismatch(f"the call names the sliding window {window}, the cache layer {self.window}")
-        if kwargs.get("softcap") is not None and impl == "sdpa":
-            return "sdpa does not apply the softcap"
-        for name, value in kwargs.items():
-            if name not in _HARMLESS and value is not None and not isinstance(value, bool | str):
-                return PassingObstacle(f"attention takes {name}, whose meaning is not known here")
-        assert self.kv is not None
-        return self.backend.unsupported_call(self.kv.spec, self.params(module, query, kwargs))
+    ) -> tuple[AttentionParams, Obstacle | None]:
+        """The mathematics this call asks for, and why no kernel can do it, if so. Remembered: most calls are alike."""
+        call = (kwargs.get("scaling"), kwargs.get("softcap"), id(kwargs.get("s_aux")), module)
+        if call != self._call or self._params is None:
+            assert self.kv is not None
+            params = self.params(module, query, kwargs)
+            reason = self.backend.unsupported_call(self.kv.spec, params)
+            self._call, self._params = call, (params, None if reason is None else Obstacle(reason))
+        params, obstacle = self._params
+        return params, call_obstacle(impl, module, kwargs, self.window, self.chunk) or obstacle
 
-    def _probe_obstacle(
-        self,
-        impl: str | None,
-        query: torch.Tensor,
-        attention_mask: Any,
-        values_unchanged: bool,
-        mask_known: bool | None,
-    ) -> str | None:
+    def _probe(
+        self, impl: str | None, query: torch.Tensor, attention_mask: Any, unchanged: bool, mask_known: bool | None
+    ) -> Obstacle | None:
         """What only the first forward can show: whether values and mask reach attention as the cache left them."""
-        if not values_unchanged:
-            return "the model changes the values between cache and attention"
+        if not unchanged:
+            return Obstacle("the model changes the values between cache and attention")
         if mask_known is None:
-            return "the model builds its masks without transformers' functions"
+            return Obstacle("the model builds its masks without transformers' functions")
         if impl not in ("sdpa", "eager"):
-            return None if attention_mask is None else f"masks of {impl} attention cannot be checked"
-        seen = self.stock_mask("sdpa", query)
-        if attention_mask is None:
-            mask = torch.ones_like(seen).tril(seen.shape[-1] - seen.shape[-2])  # what is_causal means
-        elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
-            mask = attention_mask[..., : seen.shape[-1]]
-            if mask.dtype != torch.bool:
-                hidden = mask <= torch.finfo(mask.dtype).min / 2
-                if bool((mask != 0).logical_and(~hidden).any()):
-                    return "the model adds a bias to the scores through its mask"
-                mask = ~hidden
-        else:
-            return f"attention gets a mask of type {type(attention_mask).__name__}"
-        real = seen.any(dim=-1, keepdim=True)  # rows of padding see nothing and may be masked in any way
-        try:
-            same = bool(((mask == seen) | ~real).all())
-        except RuntimeError:  # shapes that do not broadcast
-            same = False
-        return None if same else MaskMismatch("the mask is not the one that positions and windows imply")
+            return None if attention_mask is None else Obstacle(f"masks of {impl} attention cannot be checked")
+        return mask_obstacle(attention_mask, self.stock_mask("sdpa", query))
 
     def params(self, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionParams:
         scaling = kwargs.get("scaling")
@@ -364,14 +361,53 @@ class PagedLayer(compat.DynamicLayer):
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> AttentionOutput:
-        if torch.compiler.is_compiling():
-            uncompiled: AttentionOutput = self._attend_uncompiled(
-                impl, stock, module, query, key, value, attention_mask, kwargs
+        if self.pending:  # tagged by a compiled update(); KV-sharing layers come again and find it stored
+            return self._attend_deferred(impl, stock, module, query, key, value, attention_mask, kwargs)
+        plan = self.state.plan
+        unchanged = self._values is not None and self._values() is value
+        if plan is None or not plan.native:
+            if plan is not None and plan.mask_known is not False:  # an unusual mask says nothing about the model
+                obstacle = self._options(impl, module, query, kwargs)[1]
+                if obstacle is None:
+                    obstacle = self._probe(impl, query, attention_mask, unchanged, plan.mask_known)
+                self.profile.record(self.layer_idx, obstacle)
+            return stock(module, query, key, value, attention_mask, **kwargs)
+        self.unattended = False
+        if not unchanged:
+            raise InternalError(
+                f"layer {self.layer_idx}: the model changed the values between cache and attention, which it did not "
+                "do when it was probed. Use attention_backend='gather' and report the model."
             )
-            return uncompiled
-        return self._attend(impl, stock, module, query, key, value, attention_mask, kwargs)
+        params, obstacle = self._options(impl, module, query, kwargs)
+        if self.layer_idx not in self.profile.obstacles:
+            self.profile.record(self.layer_idx, obstacle)
+        if (
+            attention_mask is not None
+            or query.shape[2] != plan.width
+            or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+            or (impl == "eager" and wants_weights(module, kwargs))
+            or obstacle is not None
+        ):
+            keys, values = self.gathered(key, value)
+            window = kwargs.get("sliding_window") if self.chunk is None else None
+            mask = attention_mask if attention_mask is not None else self.stock_mask(impl, query, window)
+            self.profile.gathered_calls += 1
+            return stock(module, query, keys, values, mask, **kwargs)
+        self.profile.native_calls += 1
+        return self._attend_blocks(query, plan, params), None
 
-    def _attend(
+    def _attend_blocks(self, query: torch.Tensor, plan: StepPlan, params: AttentionParams) -> torch.Tensor:
+        """``query [B, Hq, W, D]`` over the rows' blocks, as ``[B, W, Hq, Dv]``."""
+        batch, heads, width, _ = query.shape
+        packed = query[:, :, 0] if width == 1 else _packed(query)
+        assert self.kv is not None
+        with torch.no_grad():
+            out = self.backend.attend(packed, self.kv, plan.metadata(query.device), params)
+        return out.view(batch, width, heads, -1)
+
+    # -- the same under torch.compile ----------------------------------------------------------------------------
+
+    def _attend_deferred(
         self,
         impl: str | None,
         stock: AttentionFn,
@@ -382,49 +418,63 @@ class PagedLayer(compat.DynamicLayer):
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> AttentionOutput:
-        plan = self.state.plan
-        unchanged = self._values is not None and self._values() is value
-        if plan is None or not plan.native:
-            if plan is not None and plan.mask_known is not False:  # an unusual mask says nothing about the model
-                self.profile.record(
-                    self.layer_idx,
-                    self.obstacle(impl, module, query, kwargs)
-                    or self._probe_obstacle(impl, query, attention_mask, unchanged, plan.mask_known),
-                )
-            return stock(module, query, key, value, attention_mask, **kwargs)
-        self.unattended = False
-        if not unchanged:
-            raise InternalError(
-                f"layer {self.layer_idx}: the model changed the values between cache and attention, which it did not "
-                "do when it was probed. Use attention_backend='gather' and report the model."
-            )
-        obstacle = self.obstacle(impl, module, query, kwargs)
-        if self.layer_idx not in self.profile.obstacles:
-            self.profile.record(self.layer_idx, obstacle)
-        if (
-            attention_mask is not None
-            or query.shape[2] != plan.width
-            or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-            or (impl == "eager" and _wants_weights(module, kwargs))
-            or obstacle is not None
-        ):
-            keys, values = self.gathered(key, value)
-            window = kwargs.get("sliding_window") if self.chunk is None else None
-            mask = attention_mask if attention_mask is not None else self.stock_mask(impl, query, window)
-            self.profile.gathered_calls += 1
-            return stock(module, query, keys, values, mask, **kwargs)
-        call = (kwargs.get("scaling"), kwargs.get("softcap"), id(kwargs.get("s_aux")), module)
-        if call != self._call or self._params is None:
-            self._call, self._params = call, self.params(module, query, kwargs)
-        self.profile.native_calls += 1
-        batch, heads, width, _ = query.shape
-        packed = query[:, :, 0] if width == 1 else _packed(query)
-        assert self.kv is not None
-        with torch.no_grad():
-            out = self.backend.attend(packed, self.kv, plan.metadata(query.device), self._params)
-        return out.view(batch, width, heads, -1), None
+        """The attention of keys that a traced ``update()`` tagged: one operator, or two when a kernel cannot do it.
 
-    _attend_uncompiled = torch.compiler.disable(_attend)
+        Traced as a rule; run as it stands where the graph broke between the two.
+        """
+        self.unattended = False
+        width = key.shape[2]
+        start = self.length - width
+        if (
+            query.shape[2] == width
+            and impl in ("sdpa", "eager")
+            and (attention_mask is None or attention_mask.ndim == 4)
+            and not (torch.is_grad_enabled() and query.requires_grad)
+            and not (impl == "eager" and wants_weights(module, kwargs))
+            and call_obstacle(impl, module, kwargs, self.window, self.chunk) is None
+        ):
+            params = self.params(module, query, kwargs)
+            out = ops.attention(
+                query, key, value, attention_mask, self.token, start, params.scaling, params.softcap, params.sinks
+            )
+            return out, None
+        keys, values = ops.gathered(key, value, self.token, start, self.length - self._first_column(start))
+        return stock(module, query, keys, values, attention_mask, **kwargs)
+
+    def run_gathered(self, key: torch.Tensor, value: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hf_paged::gathered`` when the graph runs."""
+        self._store(key, value, start)
+        self._graph.clear()
+        self.profile.gathered_calls += 1
+        return self.gathered(key, value)
+
+    def run_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        start: int,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``hf_paged::attention`` when the graph runs: by the kernel when the mask is the usual one."""
+        plan = self._store(key, value, start)
+        window = None if self.chunk is not None else self.window
+        params = AttentionParams(scaling, window, softcap, self.chunk, sinks)
+        # one mask serves all layers of a kind, so it is compared once a step
+        which = (self.window, self.chunk, None if mask is None else mask.data_ptr())
+        usual = plan.masks.get(which)
+        if usual is None:
+            usual = plan.masks[which] = mask_obstacle(mask, self.stock_mask("sdpa", query)) is None
+        assert self.kv is not None
+        if usual and self.backend.unsupported_call(self.kv.spec, params) is None:
+            self.profile.native_calls += 1
+            return self._attend_blocks(query, plan, params)
+        self.profile.gathered_calls += 1
+        keys, values = self.gathered(key, value)
+        return attend_dense(query, keys, values, mask, params)
 
 
 class PagedSlidingLayer(PagedLayer):
@@ -471,8 +521,3 @@ def _packed(states: torch.Tensor) -> torch.Tensor:
     """``[batch, heads, width, dim]`` as ``[batch * width, heads, dim]``, a view where strides allow."""
     batch, heads, width, dim = states.shape
     return states.transpose(1, 2).reshape(batch * width, heads, dim)
-
-
-def _wants_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    asked = kwargs.get("output_attentions")
-    return bool(asked if asked is not None else getattr(getattr(module, "config", None), "output_attentions", False))

@@ -69,7 +69,7 @@ class PagedCache(compat.DynamicCache):
             shared = SharedKV(cache_config, len(pageable))
         #: owned here alone: layers and tags refer to the state, never to the cache, so blocks return without a gc run
         self.state = BatchState(shared)
-        self.force_gather = shared.config.attention_backend == registry.GATHER
+        self.state.force_gather = shared.config.attention_backend == registry.GATHER
         for i in pageable:
             stock = self.layers[i]
             if isinstance(stock, compat.DynamicSlidingWindowLayer):
@@ -101,7 +101,7 @@ class PagedCache(compat.DynamicCache):
             known = False
         # several masks may be built for one forward (full, sliding); all of them must be the usual ones
         self.state.mask_known = known and self.state.mask_known is not False
-        if not known or self.force_gather or not self.profile.all_native():
+        if not known or self.state.force_gather or not self.profile.native:
             return False
         self.state.native_for = (start, query_length)
         return True
@@ -160,8 +160,7 @@ class PagedCache(compat.DynamicCache):
         """Give every block back to the pool now instead of at garbage collection. Idempotent."""
         self.state.release()
         for layer in self.paged_layers:
-            layer.length, layer.unattended = 0, False
-            layer.drop_graph()
+            layer.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         twin = type(self).__new__(type(self))

@@ -395,7 +395,7 @@ def _install_cache(
     mask = model_kwargs.get("attention_mask")
     if generation_config.output_attentions or generation_config.output_hidden_states:
         # they show the padding columns too: keep all, and let the model's own attention make them
-        paged.force_gather = True
+        paged.state.force_gather = True
         if mask is not None and not model.config.is_encoder_decoder:
             paged.state.keep_padding(mask.shape[0])
     elif model.config.is_encoder_decoder:
@@ -486,7 +486,7 @@ def _begin_prompt(call: _Call, input_ids: torch.Tensor, generation_config: Any, 
         return
     pads = state.pads_np.tolist()
     rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
-    if not cache.force_gather and not any(cache.profile.obstacles.values()):
+    if not state.force_gather and not any(cache.profile.obstacles.values()):
         # Equal rows of one batch can differ in the last bit (a matrix kernel treats its edge rows differently), so
         # where the result must be stock's to the bit, every row keeps its own.
         first: dict[tuple[int, ...], int] = {}

@@ -18,6 +18,7 @@ from hf_paged.attention.backends.base import AttentionBackend
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.pool import KVPool, LayerKV, LayerSpec
 from hf_paged.config import CacheConfig
+from hf_paged.generation.obstacles import Obstacle
 
 logger = logging.getLogger("hf_paged")
 
@@ -58,18 +59,6 @@ class SharedKV:
         return self.pool.auto_prefix_blocks(spec)
 
 
-class MaskMismatch(str):
-    """An obstacle that also forbids prefix reuse: stock attends to other keys when a prompt is prefilled in parts."""
-
-    __slots__ = ()
-
-
-class PassingObstacle(str):
-    """An obstacle of this call (dropout is on, an unusual argument) that says nothing about the model."""
-
-    __slots__ = ()
-
-
 class Profile:
     """Which layers of a kind of model can run natively on blocks; learned in its first paged forward.
 
@@ -83,6 +72,8 @@ class Profile:
         self.obstacles: dict[int, str | None] = {}
         #: layers that ever stored keys
         self.wrote: set[int] = set()
+        #: every one of them was probed and found native (layers that share others' keys store none)
+        self.native = False
         #: attention calls answered by kernels on blocks, and by stock code on gathered keys
         self.native_calls = 0
         self.gathered_calls = 0
@@ -90,23 +81,33 @@ class Profile:
         self.continues: bool | None = None
         self.logged = False
 
-    def all_native(self) -> bool:
-        """Every layer that stores keys was probed and found native. Layers that share others' keys store none."""
-        return bool(self.wrote) and all(self.obstacles.get(i, "not probed yet") is None for i in self.wrote)
+    def stores(self, layer_idx: int) -> None:
+        """Note that a layer keeps keys of its own."""
+        self.wrote.add(layer_idx)
+        self._conclude()
 
-    def record(self, layer_idx: int, obstacle: str | None) -> None:
-        if isinstance(obstacle, PassingObstacle):
+    def record(self, layer_idx: int, obstacle: Obstacle | None) -> None:
+        """Note what a layer's attention call showed."""
+        if obstacle is not None and obstacle.passing:
             return
         # a layer whose keys several modules attend to (KV sharing) is native only if all of them can be served
         if self.obstacles.get(layer_idx) is None:
-            self.obstacles[layer_idx] = obstacle
-        if isinstance(obstacle, MaskMismatch):
+            self.obstacles[layer_idx] = None if obstacle is None else obstacle.reason
+            self._conclude()
+        if obstacle is None:
+            return
+        if obstacle.mask:
             self.continues = False
-        if obstacle is not None and not self.logged:
+        if not self.logged:
             self.logged = True
             logger.info(
-                "paged attention: keys and values are gathered for this model (layer %d: %s)", layer_idx, obstacle
+                "paged attention: keys and values are gathered for this model (layer %d: %s)",
+                layer_idx,
+                obstacle.reason,
             )
+
+    def _conclude(self) -> None:
+        self.native = all(self.obstacles.get(i, "not probed yet") is None for i in self.wrote)
 
 
 _profiles: dict[int, tuple[weakref.ref[Any], dict[str, Profile]]] = {}

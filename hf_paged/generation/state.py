@@ -32,13 +32,26 @@ class StepPlan:
     the model never asked transformers for one.
     """
 
-    __slots__ = ("_metadata", "_slots", "mask_known", "native", "pads_np", "slots_np", "start", "tables_np", "width")
+    __slots__ = (
+        "_metadata",
+        "_slots",
+        "mask_known",
+        "masks",
+        "native",
+        "pads_np",
+        "slots_np",
+        "start",
+        "tables_np",
+        "width",
+    )
 
     def __init__(
         self, start: int, width: int, native: bool, mask_known: bool | None, pads: Ints, slots: Ints, tables: Ints
     ) -> None:
         self.start, self.width, self.native, self.mask_known = start, width, native, mask_known
         self.pads_np, self.slots_np, self.tables_np = pads, slots, tables
+        #: in compiled forwards: (window, chunk, address) of a mask -> whether it is the usual one
+        self.masks: dict[tuple[int | None, int | None, int | None], bool] = {}
         self._slots: dict[torch.device, torch.Tensor] = {}
         self._metadata: dict[torch.device, AttentionMetadata] = {}
 
@@ -97,6 +110,8 @@ class BatchState:
         #: and whether its mask is the one that positions and left padding imply; None until the hook is called
         self.mask_known: bool | None = None
         self.plan: StepPlan | None = None
+        #: no kernel may be used, whatever the model allows
+        self.force_gather = False
         #: while identical prompts are prefilled: index of the row whose blocks row i uses
         self.leaders: list[int] | None = None
         self._block_ids = np.zeros((0, 0), dtype=np.int32)
@@ -295,7 +310,7 @@ class BatchState:
             twin.tables[:] = [self.manager.fork(t) for t in self.tables]
         if self.pads_known:
             twin.set_pads(self.pads_np.copy())
-        twin.length = self.length
+        twin.length, twin.force_gather = self.length, self.force_gather
         return twin
 
     def release(self) -> None:

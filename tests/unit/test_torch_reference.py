@@ -149,3 +149,19 @@ def test_nothing_builds_an_autograd_graph() -> None:
     out = BACKEND.attend((case.query * 1).requires_grad_(), kv, case.metadata, AttentionParams(scaling=0.1))
     assert not kv.k.requires_grad
     assert not out.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "causal"])
+@pytest.mark.parametrize("name", ["plain", "softcap", "sinks"])
+def test_dense_attention_under_a_mask_equals_the_paged_one(name: str, kind: str) -> None:
+    q_len, seq_len = (20, 20) if kind == "causal" else (7, 20)
+    case, params = make_case([(q_len, seq_len)]), AttentionParams(scaling=0.3, **PARAMS[name])
+    causal = torch.ones(q_len, seq_len, dtype=torch.bool).tril(seq_len - q_len)[None, None]
+    mask = {
+        "bool": causal,
+        "additive": torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min),
+        "causal": None,
+    }[kind]
+    query, k, v = (x.transpose(0, 1)[None] for x in (case.query, case.keys[0], case.values[0]))
+    got = torch_reference.attend_dense(query, k, v, mask, params)
+    assert torch.allclose(got[0], case.run(BACKEND, params), atol=1e-5)

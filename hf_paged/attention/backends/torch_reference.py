@@ -126,3 +126,32 @@ def _attend_rows(
     else:
         weights = scores.softmax(dim=-1)
     return (weights @ v).transpose(0, 1).to(query.dtype)
+
+
+@torch.no_grad()
+def attend_dense(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, params: AttentionParams
+) -> torch.Tensor:
+    """``query [B, Hq, W, Dk]`` over dense ``k, v [B, Hkv, K, D]`` under a mask of the caller's, in float32.
+
+    ``mask`` is bool or additive, ``[B | 1, 1 | Hq, W, K]``; None means causal, the first query on the first key, as in
+    ``scaled_dot_product_attention(is_causal=True)``, or no mask for a single query. Windows and chunks are the mask's
+    affair. Returns ``[B, W, Hq, Dv]``.
+    """
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = query.shape[1] // k.shape[1]
+    keys, values = (x.to(compute).repeat_interleave(group, 1) for x in (k, v))
+    scores = query.to(compute) @ keys.transpose(2, 3) * params.scaling
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        mask = mask[..., : scores.shape[-1]]
+        scores = scores.masked_fill(~mask, torch.finfo(compute).min) if mask.dtype == torch.bool else scores + mask
+    if params.sinks is not None:
+        sinks = params.sinks.to(query.device, compute)[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return (weights @ values).transpose(1, 2).to(query.dtype).contiguous()
