@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 from hf_paged.attention.backends.cpu_native import CpuNativeBackend
 from hf_paged.attention.backends.torch_reference import TorchReferenceBackend
-from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerSpec
+from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import InternalError
 from hf_paged.kernels import cpu
 from hf_paged.kernels.cpu import native
@@ -368,10 +370,22 @@ def test_bad_indices_are_errors_not_crashes() -> None:
         CPU.copy_blocks([kv], [0], [case.num_blocks])
     with pytest.raises(InternalError, match="slots for"):
         CPU.write(kv, key, key, torch.tensor([1, 2]))
+    for bad_key, bad_value in [
+        ((1, 1, 64), (1, 2, 64)),
+        ((1, 2, 64), (1, 2, 48)),
+        ((1, 2, 32), (1, 2, 64)),
+        ((2, 64),) * 2,
+    ]:
+        with pytest.raises(InternalError, match="do not fit"):
+            CPU.write(kv, torch.zeros(bad_key), torch.zeros(bad_value), torch.tensor([1]))
     with pytest.raises(InternalError, match="do not fit"):
         CPU.attend(torch.zeros(1, 3, 64), kv, case.metadata, scaled(case))
     with pytest.raises(InternalError, match="cu_seqlens_q"):
         CPU.attend(torch.zeros(0, 4, 64), kv, case.metadata, scaled(case))
+    for starts in ([1, 1], [-1, 1], [0, -1]):
+        crooked = dataclasses.replace(case.metadata, cu_seqlens_q=torch.tensor(starts, dtype=torch.int32))
+        with pytest.raises(InternalError, match="cu_seqlens_q"):
+            CPU.attend(case.query, kv, crooked, scaled(case))
     short = dataclasses.replace(case.metadata, block_tables=case.metadata.block_tables[:, :2])
     with pytest.raises(InternalError, match="block table"):
         CPU.attend(case.query, kv, short, scaled(case))
@@ -448,7 +462,117 @@ def test_the_process_has_one_openmp_runtime() -> None:
 
 @needs_library
 def test_structs_are_as_large_as_in_the_header() -> None:
-    assert [ctypes.sizeof(s) for s in (native.LayerStruct, native.BatchStruct, native.ParamsStruct)] == [48, 40, 16]
+    assert [ctypes.sizeof(s) for s in (native.LayerStruct, native.BatchStruct, native.ParamsStruct)] == [56, 40, 16]
+
+
+# ---------------------------------------------------------------------------------------------------- huge pages
+
+#: of a layer of 2 x 64 in float32 with blocks of 16
+BLOCK_BYTES, BLOCKS_PER_HUGE_PAGE = 8 << 10, 256
+
+
+def _large_pool(num_blocks: int = 17 * BLOCKS_PER_HUGE_PAGE) -> LayerKV:
+    """By default more than 32 MiB a tensor, which malloc always takes from the system: nothing in it was touched."""
+    return CPU.allocate(LayerSpec(2, 64, 64, FP32, torch.device("cpu")), num_blocks, 16)
+
+
+def _fill(kv: LayerKV, first: int, end: int) -> None:
+    slots = torch.arange(first * 16, end * 16)
+    CPU.write(kv, *_content(slots), slots)
+
+
+def _content(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    row = torch.arange(128.0).view(2, 64)
+    return slots[:, None, None] + row, row - slots[:, None, None]
+
+
+def _assert_intact(kv: LayerKV, end: int) -> None:
+    slots = torch.arange(end * 16)
+    k, v = CPU.gather(kv, slots)
+    want_k, want_v = _content(slots)
+    assert torch.equal(k, want_k)
+    assert torch.equal(v, want_v)
+
+
+def _resident_bytes(tensor: torch.Tensor) -> int:
+    page = os.sysconf("SC_PAGESIZE")
+    first = tensor.data_ptr() // page * page
+    pages = -(-(tensor.data_ptr() + tensor.nbytes - first) // page)
+    states = (ctypes.c_ubyte * pages)()
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    assert mincore(first, pages * page, states) == 0
+    return sum(state & 1 for state in states) * page
+
+
+def _is_advised(tensor: torch.Tensor, at: int) -> bool:
+    """Whether the system was asked for huge pages at this byte of the tensor."""
+    address, found = tensor.data_ptr() + at, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            found = int(span[1], 16) <= address < int(span[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("not mapped")
+
+
+def _has_huge_pages() -> bool:
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    size = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+    return mode.exists() and "[never]" not in mode.read_text() and size.read_text().strip() == str(native.HUGE_PAGE)
+
+
+needs_huge_pages = pytest.mark.skipif(not _has_huge_pages(), reason="no transparent huge pages of 2 MiB here")
+
+
+@needs_library
+@needs_huge_pages
+def test_a_pool_asks_for_huge_pages_only_as_it_fills() -> None:
+    kv = _large_pool()
+    assert kv.k.data_ptr() % native.HUGE_PAGE == kv.v.data_ptr() % native.HUGE_PAGE == 0
+    _fill(kv, 0, 1)
+    for tensor in (kv.k, kv.v):
+        assert _resident_bytes(tensor) < 64 << 10
+        assert not _is_advised(tensor, 0)
+    _fill(kv, 1, BLOCKS_PER_HUGE_PAGE)
+    for tensor in (kv.k, kv.v):
+        assert _resident_bytes(tensor) == native.HUGE_PAGE
+        assert not _is_advised(tensor, 0)
+    _fill(kv, BLOCKS_PER_HUGE_PAGE, BLOCKS_PER_HUGE_PAGE + 1)
+    for tensor in (kv.k, kv.v):
+        assert _resident_bytes(tensor) <= 2 * native.HUGE_PAGE
+        assert _is_advised(tensor, 0)
+        assert _is_advised(tensor, 2 * native.HUGE_PAGE - 1)
+        assert not _is_advised(tensor, 2 * native.HUGE_PAGE)
+    _assert_intact(kv, BLOCKS_PER_HUGE_PAGE + 1)
+    CPU.copy_blocks([kv], [0], [3 * BLOCKS_PER_HUGE_PAGE])
+    for tensor in (kv.k, kv.v):
+        assert _is_advised(tensor, 4 * native.HUGE_PAGE - 1)
+        assert not _is_advised(tensor, 4 * native.HUGE_PAGE)
+        assert torch.equal(tensor[0], tensor[3 * BLOCKS_PER_HUGE_PAGE])
+
+
+@needs_library
+@needs_huge_pages
+def test_memory_beyond_a_pool_is_not_asked_for() -> None:
+    blocks = 17 * BLOCKS_PER_HUGE_PAGE - 1
+    kv = _large_pool(blocks)
+    _fill(kv, 0, blocks)
+    for tensor in (kv.k, kv.v):
+        assert _is_advised(tensor, 16 * native.HUGE_PAGE - 1)
+        assert not _is_advised(tensor, 16 * native.HUGE_PAGE)
+        assert _resident_bytes(tensor) == blocks * BLOCK_BYTES
+    _assert_intact(kv, blocks)
+
+
+@needs_library
+@pytest.mark.parametrize("num_blocks", [100, 2 * BLOCKS_PER_HUGE_PAGE - 1, 3 * BLOCKS_PER_HUGE_PAGE + 7])
+def test_a_pool_of_any_size_filled_by_several_threads_keeps_its_contents(num_blocks: int) -> None:
+    kv = _large_pool(num_blocks)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda first: _fill(kv, first, min(first + 3, num_blocks)), range(0, num_blocks, 3)))
+    _assert_intact(kv, num_blocks)
 
 
 # ------------------------------------------------------------------------------------------------------ checksum

@@ -9,6 +9,7 @@ in ``LayerKV.aux`` and per forward on the metadata object.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ _BATCH = "_cpu_native_batch"
 class _Layer:
     """What a call needs to know about a LayerKV, in the form the kernels take."""
 
-    __slots__ = ("address", "attend", "dtype", "num_kv_heads", "params", "struct", "v_head_dim", "write")
+    __slots__ = ("address", "attend", "dtype", "head_dim", "num_kv_heads", "params", "struct", "v_head_dim", "write")
 
     def __init__(self, kv: LayerKV) -> None:
         spec, lib = kv.spec, native.library()
@@ -43,6 +44,7 @@ class _Layer:
         )
         self.address = ctypes.addressof(self.struct)
         self.num_kv_heads = spec.num_kv_heads
+        self.head_dim = spec.head_dim
         self.v_head_dim = spec.v_head_dim
         self.dtype = spec.dtype
         self.attend = lib.attend
@@ -97,6 +99,16 @@ def _layer(kv: LayerKV) -> _Layer:
     return layer
 
 
+def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """``torch.empty`` that starts on a huge page where it is large enough to be made of some."""
+    elements = math.prod(shape)
+    if elements * dtype.itemsize < 2 * native.HUGE_PAGE:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.empty(elements + native.HUGE_PAGE // dtype.itemsize, dtype=dtype)
+    skipped = -flat.data_ptr() % native.HUGE_PAGE // dtype.itemsize
+    return flat[skipped : skipped + elements].view(shape)
+
+
 class CpuNativeBackend(AttentionBackend):
     """Vectorised paged attention for x86-64 and, without hand-tuned instructions, any other CPU."""
 
@@ -120,8 +132,8 @@ class CpuNativeBackend(AttentionBackend):
     def allocate(self, spec: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
         groups = (num_blocks, spec.num_kv_heads, block_size // native.GROUP)
         v_width = -(-spec.v_head_dim // native.GROUP) * native.GROUP
-        k = torch.empty((*groups, native.GROUP * spec.head_dim), dtype=spec.dtype)
-        v = torch.empty((*groups, native.GROUP * v_width), dtype=spec.dtype)
+        k = _reserve((*groups, native.GROUP * spec.head_dim), spec.dtype)
+        v = _reserve((*groups, native.GROUP * v_width), spec.dtype)
         kv = LayerKV(spec=spec, num_blocks=num_blocks, block_size=block_size, k=k, v=v, backend=self.name)
         _layer(kv)
         return kv
@@ -129,6 +141,11 @@ class CpuNativeBackend(AttentionBackend):
     def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         layer = kv.aux.get(_AUX) or _layer(kv)
         assert isinstance(layer, _Layer)
+        num_tokens, heads = slot_mapping.shape[0], layer.num_kv_heads
+        if key.shape != (num_tokens, heads, layer.head_dim) or value.shape != (num_tokens, heads, layer.v_head_dim):
+            raise InternalError(
+                f"{num_tokens} slots for keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit {kv.spec}"
+            )
         if key.dtype is not layer.dtype or value.dtype is not layer.dtype:
             key, value = key.to(layer.dtype), value.to(layer.dtype)
         k_token, k_head, k_dim = key.stride()
@@ -139,9 +156,6 @@ class CpuNativeBackend(AttentionBackend):
             v_token, v_head, _ = value.stride()
         if slot_mapping.dtype is not torch.int64 or not slot_mapping.is_contiguous():
             slot_mapping = slot_mapping.to(torch.int64).contiguous()
-        num_tokens = slot_mapping.shape[0]
-        if key.shape[0] != num_tokens or value.shape[0] != num_tokens:
-            raise InternalError(f"{num_tokens} slots for {key.shape[0]} keys and {value.shape[0]} values")
         status = layer.write(
             layer.address,
             key.data_ptr(),
@@ -178,15 +192,11 @@ class CpuNativeBackend(AttentionBackend):
             raise InternalError(f"{len(src)} source blocks for {len(dst)} destinations")
         if not layers or not src:
             return
-        tensors = [(kv, tensor) for kv in layers for tensor in (kv.k, kv.v)]
-        array = ctypes.c_int64 * len(tensors)
         pairs = ctypes.c_int64 * len(src)
         native.check(
             native.library().copy_blocks(
-                (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for _, tensor in tensors)),
-                array(*(tensor.stride(0) * tensor.element_size() for _, tensor in tensors)),
-                array(*(kv.num_blocks for kv, _ in tensors)),
-                len(tensors),
+                (ctypes.c_void_p * len(layers))(*(_layer(kv).address for kv in layers)),
+                len(layers),
                 pairs(*src),
                 pairs(*dst),
                 len(src),
@@ -214,7 +224,7 @@ class CpuNativeBackend(AttentionBackend):
             query = query.contiguous()
             token_stride, head_stride, _ = query.stride()
         num_tokens, num_heads, head_dim = query.shape
-        if num_heads % layer.num_kv_heads or head_dim != layer.struct.dk:
+        if num_heads % layer.num_kv_heads or head_dim != layer.head_dim:
             raise InternalError(f"query heads {num_heads} x {head_dim} do not fit the layer {kv.spec}")
         sinks = alibi = None
         if params.sinks is not None:

@@ -8,7 +8,7 @@
 //
 //     sequence --> row tiles of about kTileRows (query, head of the KV group) pairs, one KV head at a time
 //              --> for few queries, splits of kSplit keys at multiples of kSplit, merged in order afterwards
-//              --> chunks of kChunk keys: S = Q K^T, running softmax, O = alpha O + P V
+//              --> chunks of keys: S = Q K^T, running softmax, O = alpha O + P V
 //
 // Inside a tile rows go through in strips of up to kStrip rows, the accumulators of which live in registers.
 
@@ -33,6 +33,7 @@ constexpr int kGroup = 16;    // tokens whose K values share a register
 constexpr int kSplit = 512;   // keys in one split of a decode step
 constexpr int kSplitMaxQueries = 63;
 constexpr int kChunk = 128;   // keys scored at once
+constexpr int kDecodeChunk = 64;  // and for a strip of rows, where what lies ahead should be asked for soon, not early
 constexpr int kAmxChunk = 256;
 constexpr int kMaxChunk = 256;
 constexpr int kTileRows = 96;
@@ -287,6 +288,10 @@ HFP_INLINE void transform_scores(float* s, int n, const Scoring& sc, float slope
     }
 }
 
+HFP_INLINE void prefetch_lines(const char* p, int bytes) {
+    HFP_UNROLL for (int x = 0; x < bytes; x += 64) prefetch<false>(p + x);
+}
+
 HFP_INLINE void store_weight(float* p, VF x) { store(p, x); }
 #if HFP_BF16_DOT
 HFP_INLINE void store_weight(uint16_t* p, VF x) {
@@ -296,12 +301,16 @@ HFP_INLINE void store_weight(uint16_t* p, VF x) {
 
 // Turns n scores of keys first_key.. into weights relative to the new running maximum. `sum` is a vector of W partial
 // sums. Keys outside [lo, hi) get weight exactly 0, whatever S holds there. Returns what older weights are worth now.
-template <class T>
+// With FETCH, 16 bytes a key from `fetch` on are prefetched: memory should not rest while the softmax runs.
+template <class T, bool FETCH>
 HFP_INLINE float softmax_row(float* s, typename T::Weight* p, int n, int first_key, int lo, int hi, float multiplier, float* running_max,
-                  float* sum) {
+                  float* sum, const char* fetch) {
     VF m = splat(kMinusInf);
     if (lo <= first_key && hi >= first_key + n) {
-        for (int i = 0; i < n; i += HFP_W) m = vmax(load(s + i), m);
+        for (int i = 0; i < n; i += HFP_W) {
+            if (FETCH) prefetch_lines(fetch + i * 8, HFP_W * 8);
+            m = vmax(load(s + i), m);
+        }
     } else {
         const VI from = splat_int(lo - first_key), to = splat_int(hi - first_key);
         for (int i = 0; i < n; i += HFP_W) {
@@ -320,6 +329,7 @@ HFP_INLINE float softmax_row(float* s, typename T::Weight* p, int n, int first_k
     const VF scale = splat(multiplier), shift = splat(-base);
     VF total = VF{};
     for (int i = 0; i < n; i += HFP_W) {
+        if (FETCH) prefetch_lines(fetch + (n + i) * 8, HFP_W * 8);
         const VF w = exp2v<T::kExpDegree>(fma(load(s + i), scale, shift));
         total += w;
         store_weight(p + i, w);
@@ -590,8 +600,10 @@ HFP_INLINE void pad_groups(Groups* list) {
     }
 }
 
+// `fetch`: null, or n addresses for softmax_row.
 template <class T>
-HFP_INLINE void weigh_strip(const Job* job, const Item& item, const Work& w, int head, int position0, int r0, int n, int c0, int num_keys) {
+HFP_INLINE void weigh_strip(const Job* job, const Item& item, const Work& w, int head, int position0, int r0, int n, int c0,
+                            int num_keys, const char* const* fetch) {
     for (int i = 0; i < n; i++) {
         const int r = r0 + i, position = position0 + r / job->group;
         float* s = w.s + i * kMaxChunk;
@@ -600,8 +612,11 @@ HFP_INLINE void weigh_strip(const Job* job, const Item& item, const Work& w, int
             transform_scores(s, num_keys, job->scoring, slope, c0, position);
         }
         const int lo = imax(first_visible(job->args->params, position), item.k0), hi = imin(position + 1, item.k1);
-        w.alpha[r] = softmax_row<T>(s, reinterpret_cast<typename T::Weight*>(w.p) + i * kMaxChunk, num_keys, c0, lo, hi,
-                                    job->scoring.multiplier, w.m + r, w.sum + r * HFP_W);
+        typename T::Weight* p = reinterpret_cast<typename T::Weight*>(w.p) + i * kMaxChunk;
+        const float multiplier = job->scoring.multiplier;
+        float* sum = w.sum + r * HFP_W;
+        w.alpha[r] = fetch ? softmax_row<T, true>(s, p, num_keys, c0, lo, hi, multiplier, w.m + r, sum, fetch[i])
+                           : softmax_row<T, false>(s, p, num_keys, c0, lo, hi, multiplier, w.m + r, sum, nullptr);
     }
 }
 
@@ -731,6 +746,7 @@ template <class T>
 void run_item(const Job* job, const Item& item, int head, const Item* next_item, int next_head, Work& w) {
     const hfp_layer* layer = job->args->layer;
     const int rows = (item.j1 - item.j0) * job->group;
+    const int chunk = rows <= kStrip ? kDecodeChunk : kChunk;
     const int64_t ldq = round_up(layer->dk, 2);
     typename T::Query* q = reinterpret_cast<typename T::Query*>(w.q);
     const int position0 = job->args->batch->seq_lens[item.seq] -
@@ -742,23 +758,24 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
     Groups groups[2];
     const int start = item.k0 / kGroup * kGroup;
     int side = 0;
-    groups[0].n = locate(job, item.seq, head, start, imin(start + kChunk, item.k1), groups[0].k, groups[0].v);
+    groups[0].n = locate(job, item.seq, head, start, imin(start + chunk, item.k1), groups[0].k, groups[0].v);
 #if HFP_USE_AMX
     const bool narrow_tiles = T::kDot && job->amx;
     const int strips = ceil_div(rows, narrow_tiles ? kMaxNarrowRows : kStrip);
 #else
     const int strips = ceil_div(rows, kStrip);
 #endif
-    for (int c0 = start; c0 < item.k1; c0 += kChunk, side ^= 1) {
+    for (int c0 = start; c0 < item.k1; c0 += chunk, side ^= 1) {
         Groups& here = groups[side];
         Groups& ahead = groups[side ^ 1];
-        const int c1 = imin(c0 + kChunk, item.k1);
+        const int c1 = imin(c0 + chunk, item.k1);
         ahead.n = 0;
         if (c1 < item.k1) {
-            ahead.n = locate(job, item.seq, head, c1, imin(c1 + kChunk, item.k1), ahead.k, ahead.v);
+            ahead.n = locate(job, item.seq, head, c1, imin(c1 + chunk, item.k1), ahead.k, ahead.v);
         } else if (next_item) {
             const int next_start = next_item->k0 / kGroup * kGroup;
-            ahead.n = locate(job, next_item->seq, next_head, next_start, imin(next_start + kChunk, next_item->k1), ahead.k, ahead.v);
+            const int next_end = imin(next_start + chunk, next_item->k1);
+            ahead.n = locate(job, next_item->seq, next_head, next_start, next_end, ahead.k, ahead.v);
         }
         const bool fetch = ahead.n > 0;
         pad_groups(&here);
@@ -779,6 +796,7 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
             const int g1 = ceil_div(imin(span.hi, c1) - c0, kGroup);
             const int num_groups = g1 - g0, first_key = c0 + g0 * kGroup;
             const bool pf = fetch && strip == 0;
+            const char* const* fetch_v = pf ? ahead.v : nullptr;
             const typename T::Query* qs = q + r0 * ldq;
             float* o = w.o + r0 * job->dvp;
             const typename T::Weight* p = reinterpret_cast<const typename T::Weight*>(w.p);
@@ -787,7 +805,7 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
                 if (narrow_tiles) {
                     configure_tiles(n, &w.tiles);
                     amx_score_rows(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s);
-                    weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
+                    weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup, fetch_v);
                     amx_value_rows(p, v + g0, (pf ? ahead.v : here.v) + g0, num_groups, n, job->dvp, w.alpha + r0, o);
                     continue;
                 }
@@ -795,7 +813,7 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
 #endif
 #define HFP_SCORE(M) score_rows<T, M>(qs, ldq, here.k + g0, (pf ? ahead.k : here.k) + g0, num_groups, layer->dk, w.s)
             HFP_FOR_M(n, HFP_SCORE)
-            weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup);
+            weigh_strip<T>(job, item, w, head, position0, r0, n, first_key, num_groups * kGroup, fetch_v);
 #define HFP_VALUE(M) \
     value_rows<T, M>(p, v + g0, (pf ? ahead.v : here.v) + g0, num_groups, job->dvp, w.alpha + r0, o)
             HFP_FOR_M(n, HFP_VALUE)
@@ -868,7 +886,7 @@ void run_item_amx(const Job* job, const Item& item, int head, Work& w) {
                 _tile_stored(2, s + 16 * kMaxChunk, kMaxChunk * 4);
                 _tile_stored(3, s + 16 * kMaxChunk + kGroup, kMaxChunk * 4);
             }
-            weigh_strip<BF16>(job, item, w, head, position0, r0, n, c0 + g0 * kGroup, (g1 - g0) * kGroup);
+            weigh_strip<BF16>(job, item, w, head, position0, r0, n, c0 + g0 * kGroup, (g1 - g0) * kGroup, nullptr);
             if (n < kAmxStrip) {  // an earlier, full strip left its weights here
                 memset(p + n * kMaxChunk, 0, static_cast<size_t>(kAmxStrip - n) * kMaxChunk * 2);
             }
@@ -1052,8 +1070,9 @@ HFP_INLINE int plan(const Job* job, Item* items, int64_t* partial_rows, int64_t*
 
 HFP_INLINE int check_tables(const hfp_attend_args* a) {
     const hfp_batch* b = a->batch;
-    if (b->cu_seqlens_q[b->num_seqs] > a->num_tokens) return HFP_BAD_TABLE;
+    if (b->cu_seqlens_q[0] != 0 || b->cu_seqlens_q[b->num_seqs] > a->num_tokens) return HFP_BAD_TABLE;
     for (int i = 0; i < b->num_seqs; i++) {
+        if (b->cu_seqlens_q[i + 1] < b->cu_seqlens_q[i]) return HFP_BAD_TABLE;
         const int seq_len = b->seq_lens[i], num_queries = b->cu_seqlens_q[i + 1] - b->cu_seqlens_q[i];
         if (seq_len <= 0 || num_queries <= 0) continue;
         const int first = first_visible(a->params, imax(seq_len - num_queries, 0)) / a->layer->block_size;

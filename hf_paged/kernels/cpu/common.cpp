@@ -4,7 +4,8 @@
 
 #include <string.h>
 
-#if defined(__linux__) && defined(HFP_X86)
+#if defined(__linux__)
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -87,6 +88,70 @@ inline void get_paired(const hfp_layer* l, const Shape& s, int64_t slot, int hea
     for (int d = 0; d < l->dk; d += 2) memcpy(key + d, k + d * kGroup, 4);
     const uint16_t* v = static_cast<const uint16_t*>(l->v) + group * s.v_group + t / 2 * (2 * s.dvp) + t % 2;
     for (int d = 0; d < l->dv; d++) value[d] = v[2 * d];
+}
+
+// ---------------------------------------------------------------------------------------------- huge pages
+//
+// Attention reads a pool block by block in no order, and with pages of 4 KiB it waits for their translation again and
+// again. A pool is reserved for the largest use and touched from the lowest block up, so asking for huge pages at once
+// would make the first block of every tensor cost 2 MiB. They are asked for as the pool fills: small pages until the
+// first 2 MiB are full, which are then collapsed into one, and from there on each 2 MiB when it is entered. A tensor
+// thus takes at most one huge page that is not in use yet, and that only once it has filled another.
+
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+constexpr uintptr_t kHugePage = 2 << 20;  // where they are of another size, advice on 2 MiB does no harm
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // Linux 6.1; older ones say EINVAL and leave the job to khugepaged
+#endif
+
+inline uintptr_t huge_floor(uintptr_t x) { return x & ~(kHugePage - 1); }
+inline uintptr_t huge_ceil(uintptr_t x) { return huge_floor(x + kHugePage - 1); }
+
+// Bytes [0, before) of a tensor have been in use, and now [0, now) are. Advice may be refused; it is only advice. Only
+// huge pages that lie within the tensor: the rest of one would be memory nobody asked for.
+void advise_tensor(void* data, int64_t size, int64_t before, int64_t now) {
+    const uintptr_t base = reinterpret_cast<uintptr_t>(data);
+    const uintptr_t first = huge_ceil(base), end = huge_floor(base + static_cast<uintptr_t>(size));
+    if (base + static_cast<uintptr_t>(now) <= first + kHugePage) return;
+    const bool entered = base + static_cast<uintptr_t>(before) > first + kHugePage;
+    const uintptr_t from = entered ? huge_ceil(base + static_cast<uintptr_t>(before)) : first;
+    const uintptr_t reached = huge_ceil(base + static_cast<uintptr_t>(now)), to = reached < end ? reached : end;
+    if (from >= to) return;
+    madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+    if (!entered && before > 0) madvise(reinterpret_cast<void*>(first), kHugePage, MADV_COLLAPSE);
+}
+#else
+void advise_tensor(void*, int64_t, int64_t, int64_t) {}
+#endif
+
+inline int64_t block_bytes(const hfp_layer* l, const Shape& s, bool value) {
+    const int64_t group = (value ? s.v_group : s.k_group) * (l->dtype == HFP_F32 ? 4 : 2);
+    return group * s.per_block * l->num_kv_heads;
+}
+
+// To be called before blocks below `end` are written. Threads may race here: each advises what it moved the mark over.
+inline void use_blocks(hfp_layer* l, int64_t end) {
+    constexpr int order = __ATOMIC_RELAXED;
+    int64_t before = __atomic_load_n(&l->used_blocks, order);
+    do {
+        if (before >= end) return;
+    } while (!__atomic_compare_exchange_n(&l->used_blocks, &before, end, false, order, order));
+    const Shape s = shape_of(l);
+    const int64_t k = block_bytes(l, s, false), v = block_bytes(l, s, true);
+    advise_tensor(l->k, l->num_blocks * k, before * k, end * k);
+    advise_tensor(l->v, l->num_blocks * v, before * v, end * v);
+}
+
+// ---------------------------------------------------------------------------------------------- slots
+
+inline int64_t highest_slot(const int64_t* slots, int64_t n) {
+    int64_t top = -1;
+    for (int64_t t = 0; t < n; t++) top = slots[t] > top ? slots[t] : top;
+    return top;
+}
+
+inline int threads_for_tokens(const hfp_layer* l, int64_t num_tokens, int num_threads) {
+    return num_tokens * l->num_kv_heads * (l->dk + l->dv) < kSerialElements ? 1 : num_threads;
 }
 
 inline uint64_t rotate(uint64_t x, int by) { return (x << by) | (x >> (64 - by)); }
@@ -207,15 +272,13 @@ HFP_EXPORT int hfp_attend(const hfp_layer* layer, const hfp_batch* batch, const 
 }
 
 // key [T, Hkv, Dk], value [T, Hkv, Dv] with strides in elements; slots [T], -1 to skip.
-HFP_EXPORT int hfp_write(const hfp_layer* layer, const void* key, const void* value, const int64_t* slots, int64_t num_tokens,
+HFP_EXPORT int hfp_write(hfp_layer* layer, const void* key, const void* value, const int64_t* slots, int64_t num_tokens,
                          int64_t k_stride_t, int64_t k_stride_h, int64_t v_stride_t, int64_t v_stride_h, int32_t num_threads) {
     const Shape s = shape_of(layer);
-    const int64_t limit = layer->num_blocks * layer->block_size;
-    for (int64_t t = 0; t < num_tokens; t++) {
-        if (slots[t] >= limit) return HFP_BAD_SLOT;
-    }
-    const int64_t elements = num_tokens * layer->num_kv_heads * (layer->dk + layer->dv);
-    parallel_for(num_tokens, elements < kSerialElements ? 1 : num_threads, [&](int64_t t) {
+    const int64_t top = highest_slot(slots, num_tokens);
+    if (top >= layer->num_blocks * layer->block_size) return HFP_BAD_SLOT;
+    use_blocks(layer, (top + layer->block_size) / layer->block_size);
+    parallel_for(num_tokens, threads_for_tokens(layer, num_tokens, num_threads), [&](int64_t t) {
         const int64_t slot = slots[t];
         if (slot < 0) return;
         for (int h = 0; h < layer->num_kv_heads; h++) {
@@ -235,12 +298,8 @@ HFP_EXPORT int hfp_write(const hfp_layer* layer, const void* key, const void* va
 // key [N, Hkv, Dk] and value [N, Hkv, Dv], contiguous, from slots [N]; -1 gives zeros.
 HFP_EXPORT int hfp_gather(const hfp_layer* layer, void* key, void* value, const int64_t* slots, int64_t num_tokens, int32_t num_threads) {
     const Shape s = shape_of(layer);
-    const int64_t limit = layer->num_blocks * layer->block_size;
-    for (int64_t t = 0; t < num_tokens; t++) {
-        if (slots[t] >= limit) return HFP_BAD_SLOT;
-    }
-    const int64_t elements = num_tokens * layer->num_kv_heads * (layer->dk + layer->dv);
-    parallel_for(num_tokens, elements < kSerialElements ? 1 : num_threads, [&](int64_t t) {
+    if (highest_slot(slots, num_tokens) >= layer->num_blocks * layer->block_size) return HFP_BAD_SLOT;
+    parallel_for(num_tokens, threads_for_tokens(layer, num_tokens, num_threads), [&](int64_t t) {
         const int64_t slot = slots[t];
         for (int h = 0; h < layer->num_kv_heads; h++) {
             const int64_t k_at = (t * layer->num_kv_heads + h) * layer->dk, v_at = (t * layer->num_kv_heads + h) * layer->dv;
@@ -268,20 +327,26 @@ HFP_EXPORT int hfp_gather(const hfp_layer* layer, void* key, void* value, const 
     return HFP_OK;
 }
 
-// Copies block src[i] to dst[i], i ascending, in each of num_tensors arrays of blocks of block_bytes[j] bytes.
-HFP_EXPORT int hfp_copy_blocks(void* const* tensors, const int64_t* block_bytes, const int64_t* num_blocks, int64_t num_tensors,
-                               const int64_t* src, const int64_t* dst, int64_t num_pairs, int32_t num_threads) {
-    int64_t bytes = 0;
-    for (int64_t j = 0; j < num_tensors; j++) {
-        bytes += block_bytes[j] * num_pairs;
+// Copies block src[i] to dst[i], i ascending, in K and V of each layer.
+HFP_EXPORT int hfp_copy_blocks(hfp_layer* const* layers, int64_t num_layers, const int64_t* src, const int64_t* dst,
+                               int64_t num_pairs, int32_t num_threads) {
+    int64_t bytes = 0, end = 0;
+    for (int64_t i = 0; i < num_pairs; i++) end = dst[i] + 1 > end ? dst[i] + 1 : end;
+    for (int64_t j = 0; j < num_layers; j++) {
+        const int64_t limit = layers[j]->num_blocks;
         for (int64_t i = 0; i < num_pairs; i++) {
-            if (src[i] < 0 || dst[i] < 0 || src[i] >= num_blocks[j] || dst[i] >= num_blocks[j]) return HFP_BAD_BLOCK;
+            if (src[i] < 0 || dst[i] < 0 || src[i] >= limit || dst[i] >= limit) return HFP_BAD_BLOCK;
         }
+        const Shape s = shape_of(layers[j]);
+        bytes += (block_bytes(layers[j], s, false) + block_bytes(layers[j], s, true)) * num_pairs;
     }
-    parallel_for(num_tensors, bytes < kSerialElements ? 1 : num_threads, [&](int64_t j) {
-        char* base = static_cast<char*>(tensors[j]);
+    for (int64_t j = 0; j < num_layers; j++) use_blocks(layers[j], end);
+    parallel_for(2 * num_layers, bytes < kSerialElements ? 1 : num_threads, [&](int64_t j) {
+        const hfp_layer* layer = layers[j / 2];
+        const int64_t size = block_bytes(layer, shape_of(layer), j % 2);
+        char* base = static_cast<char*>(j % 2 ? layer->v : layer->k);
         for (int64_t i = 0; i < num_pairs; i++) {
-            if (src[i] != dst[i]) memcpy(base + dst[i] * block_bytes[j], base + src[i] * block_bytes[j], static_cast<size_t>(block_bytes[j]));
+            if (src[i] != dst[i]) memcpy(base + dst[i] * size, base + src[i] * size, static_cast<size_t>(size));
         }
     });
     return HFP_OK;

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define HFP_ABI_VERSION 3
+#define HFP_ABI_VERSION 4
 
 enum hfp_dtype { HFP_F32 = 0, HFP_BF16 = 1, HFP_F16 = 2 };
 
@@ -34,6 +34,7 @@ struct hfp_layer {
     int32_t block_size;
     int32_t dtype;
     int32_t isa;
+    int64_t used_blocks;  // one more than the highest block ever written; kept by hfp_write and hfp_copy_blocks
 };
 
 // Fields as in AttentionMetadata. Tables are row-major with table_stride entries a row.

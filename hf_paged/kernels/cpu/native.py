@@ -19,19 +19,22 @@ import torch
 from hf_paged.errors import ConfigError, InternalError
 from hf_paged.kernels.cpu.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 #: HF_PAGED_CPU_ISA takes one of these; without it the best the processor runs is used.
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+#: what pool tensors are aligned to, so that their memory can become huge pages (common.cpp) from the start
+HUGE_PAGE = 2 << 20
+
 #: tokens whose keys share one register; a block holds a whole number of such groups
 GROUP = 16
 
 _STATUS = {
     1: "a block id lies outside the KV pool",
-    2: "a block table is shorter than its sequence, or cu_seqlens_q reaches past the queries",
+    2: "a block table is shorter than its sequence, or cu_seqlens_q does not rise from 0 to at most the queries",
     3: "out of memory for scratch space",
     4: "a slot lies outside the KV pool",
 }
@@ -52,6 +55,7 @@ class LayerStruct(ctypes.Structure):
         ("block_size", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("isa", ctypes.c_int32),
+        ("used_blocks", ctypes.c_int64),
     ]
 
 
@@ -99,7 +103,7 @@ class Library:
         )
         self.write = bind("hfp_write", i32, pointer, pointer, pointer, pointer, i64, i64, i64, i64, i64, i32)
         self.gather = bind("hfp_gather", i32, pointer, pointer, pointer, pointer, i64, i32)
-        self.copy_blocks = bind("hfp_copy_blocks", i32, pointer, pointer, pointer, i64, pointer, pointer, i64, i32)
+        self.copy_blocks = bind("hfp_copy_blocks", i32, pointer, i64, pointer, pointer, i64, i32)
         self.checksum = bind("hfp_checksum", ctypes.c_uint64, pointer, i64, i32)
         self.read = bind("hfp_read", ctypes.c_uint64, pointer, i64, i32)
         self.best_isa = bind("hfp_best_isa", i32)()
