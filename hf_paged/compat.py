@@ -29,6 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 from hf_paged.errors import UnsupportedError
 
 __all__ = [
+    "ASSISTED_DECODING",
     "CACHE_KWARG",
     "CACHE_KWARGS",
     "AttentionInterface",
@@ -60,6 +61,13 @@ CACHE_KWARG: str = (
 #: every name under which a cache can travel in ``model_kwargs`` (mamba-like models have their own in 5.17)
 CACHE_KWARGS: tuple[str, ...] = ("cache", "past_key_values", "cache_params")
 
+#: methods of GenerationMixin: what makes the cache of a call, what runs the prompt, and the loop that has no prefill
+PREPARE_CACHE = "_prepare_cache_for_generation"
+PREFILL = "_prefill"
+ASSISTED_DECODING = "_assisted_decoding"
+#: the function of masking_utils that every mask builder calls first
+MASK_ARGUMENTS = "_preprocess_mask_arguments"
+
 
 def transformers_version() -> tuple[int, int]:
     """(major, minor) of the imported transformers."""
@@ -89,3 +97,27 @@ def cache_in_kwargs(model_kwargs: dict[str, Any]) -> tuple[str, Any] | None:
 def self_attention_cache(cache: Any) -> Any:
     """The part of ``cache`` that holds the decoder's own keys and values."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def attention_implementation(config: Any) -> str:
+    """The name of the attention function that models with this config call."""
+    return str(getattr(config, "_attn_implementation", None))
+
+
+def pad_token(generation_config: Any) -> int | None:
+    """What finished rows of a running ``generate()`` are filled up with."""
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    return None if pad is None else int(pad)
+
+
+def remember_prompt_length(generation_config: Any, length: int) -> None:
+    """Tell a running ``generate()`` without attention mask that ``input_ids`` is the whole prompt, cached part too.
+
+    From 5.20 on it slices by this; before, it needs the mask itself.
+    """
+    generation_config._mask_length = length
+
+
+def drafts_from_hidden_states(generation_config: Any) -> bool:
+    """Whether assisted decoding drafts with heads or layers of the model itself, from its hidden states."""
+    return bool(getattr(generation_config, "use_mtp", None) or getattr(generation_config, "assistant_early_exit", None))

@@ -12,6 +12,7 @@ only through the protocols below. Why a tag and not a context variable: a variab
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -105,16 +106,10 @@ def _wrap_get_interface() -> None:
 
 
 def _wrap_mask_arguments() -> None:
-    original = compat.masking_utils._preprocess_mask_arguments
+    original = getattr(compat.masking_utils, compat.MASK_ARGUMENTS)
 
-    def _preprocess_mask_arguments(
-        config: Any,
-        inputs_embeds: torch.Tensor,
-        attention_mask: Any,
-        cache: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def mask_arguments(config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = args[0] if args else next((kwargs[name] for name in compat.CACHE_KWARGS if name in kwargs), None)
         own = compat.self_attention_cache(cache) if cache is not None else None
         hook = getattr(own, "mask_hook", None)
         if hook is not None and not torch.compiler.is_compiling():
@@ -123,8 +118,7 @@ def _wrap_mask_arguments() -> None:
             plain = kind in _PLAIN_MASKS and all(builder.f_locals.get(name) is None for name in _OVERLAYS)
             if hook(kind, attention_mask, inputs_embeds.shape[1], plain):
                 return True, None, None, None, None, None, None
-        return original(config, inputs_embeds, attention_mask, cache, *args, **kwargs)
+        return original(config, inputs_embeds, attention_mask, *args, **kwargs)
 
-    _preprocess_mask_arguments.__doc__ = original.__doc__
-    _preprocess_mask_arguments.__wrapped__ = original  # type: ignore[attr-defined]
-    compat.masking_utils._preprocess_mask_arguments = _preprocess_mask_arguments
+    functools.update_wrapper(mask_arguments, original)
+    setattr(compat.masking_utils, compat.MASK_ARGUMENTS, mask_arguments)

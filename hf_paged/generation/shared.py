@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hf_paged import compat
 from hf_paged.attention import registry
 from hf_paged.attention.backends.base import AttentionBackend
 from hf_paged.cache.manager import KVCacheManager
@@ -119,7 +120,7 @@ def profile_of(config: Any) -> Profile:
 
     Keyed by the model's own config: ``get_text_config`` makes a new object at each call for encoder-decoder models.
     """
-    impl = str(getattr(config.get_text_config(decoder=True), "_attn_implementation", None))
+    impl = compat.attention_implementation(config.get_text_config(decoder=True))
     key = id(config)
     with _profiles_lock:
         found = _profiles.get(key)

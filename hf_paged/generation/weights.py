@@ -15,6 +15,8 @@ import torch
 from torch.nn.modules import module as module_internals
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_paged import compat
+
 #: models up to this size are checksummed in full; larger ones by samples, unless they are on a GPU
 _FULL_BYTES = 2 << 30
 #: bytes sampled from each tensor of a larger model, in chunks spread evenly
@@ -107,9 +109,10 @@ def _sum_bytes(data: torch.Tensor) -> int:
 def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
     """What besides weights decides the keys and values: configuration, structure, adapters, attention, autocast.
 
-    The structure is each module's class and its plain attributes (scales, epsilons, counts of experts). None when
-    nobody can tell: the model is in training mode (dropout), carries hooks or replaced methods of the user's, or has
-    rotary frequencies that move with the longest prompt seen.
+    The structure is each module's class and its attributes that are numbers, text, short lists of those or tensors
+    (scales, epsilons, counts of experts). None when nobody can tell: the model is in training mode (dropout), carries
+    hooks or replaced methods of the user's, keeps weights packed where torch cannot read them, or has rotary
+    frequencies that move with the longest prompt seen.
     """
     if model.training or _global_hooks() or "prepare_inputs_for_generation" in model.__dict__:
         return None
@@ -117,25 +120,49 @@ def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
     for name, module in model.named_modules():
         own = module.__dict__
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
-            if any(not _is_harmless(hook) for hook in hooks.values()):
+            if hooks and not all(map(_is_harmless, hooks.values())):
                 return None
         if "forward" in own and not _known_forward(module, own["forward"]):
             return None
         if _moves_with_length(own.get("rope_type")):
             return None
-        plain = tuple(v for k, v in own.items() if isinstance(v, _PLAIN) and k != "training")
-        adapter = tuple(_frozen(own[k]) for k in _ADAPTER_STATE if k in own)
-        structure.append((name, type(module), plain, adapter))
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        attributes = []
+        for key, value in own.items():
+            if key in _MODULE_INTERNALS:
+                continue
+            if isinstance(value, torch.ScriptObject):
+                return None
+            attributes.append(_frozen(value) if key in _ADAPTER_STATE else _attribute(value))
+        structure.append((name, type(module), tuple(attributes)))
     return (
         ("config", _frozen_config(getattr(model, "config", None))),
         ("structure", hash(tuple(structure))),
         ("storage", *storage_key(model)),
-        ("attention", str(implementation)),
+        ("attention", compat.attention_implementation(getattr(model, "config", None))),
     )
 
 
 _PLAIN = (int, float, str, bool, type(None))
+#: a list longer than this is data, not a setting
+_LONGEST_SETTING = 1024
+
+
+def _attribute(value: Any) -> Any:
+    """What an attribute of a module contributes to the structure: its value where that can be read, else nothing."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        if not _readable(value) or value.is_quantized:
+            return id(value)
+        return (value.shape, value.dtype, checksum([value]))
+    if isinstance(value, list | tuple) and len(value) <= _LONGEST_SETTING:
+        return tuple(_attribute(v) for v in value)
+    if isinstance(value, dict) and len(value) <= _LONGEST_SETTING:
+        return tuple((str(k), _attribute(v)) for k, v in value.items())
+    return None
+
+
+_MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)  # "training" among them
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
@@ -146,9 +173,14 @@ def _global_hooks() -> bool:
 def _known_forward(module: torch.nn.Module, forward: Any) -> bool:
     """A ``forward`` set on the instance that changes nothing: accelerate's wrapper, or the class's own, compiled."""
     if "_hf_hook" in module.__dict__:
-        return True
+        return _moves_only(module.__dict__["_hf_hook"])
     original = getattr(forward, "_torchdynamo_orig_callable", None)
     return getattr(original, "__func__", None) is type(module).forward
+
+
+def _moves_only(hook: Any) -> bool:
+    """Whether an accelerate hook is one of accelerate's own, which move tensors and compute nothing."""
+    return type(hook).__module__ == "accelerate.hooks" and all(map(_moves_only, getattr(hook, "hooks", ())))
 
 
 def _moves_with_length(rope_type: Any) -> bool:

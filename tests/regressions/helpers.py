@@ -19,7 +19,7 @@ def registered(**options: Any) -> Iterator[None]:
     hf_paged.register(**{"memory": "32MiB", "block_size": 4, **options})
     try:
         yield
-        for model in list(generation.registration._models):
+        for model in list(generation.models._models):
             generation.check_invariants(model)
             assert generation.cache_stats(model).used_blocks == 0, "blocks are still owned after every call returned"
     finally:

@@ -104,7 +104,7 @@ def test_negative_control_one_corrupted_value_changes_the_logits(name: str, back
 
     class Corrupt:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            cache = generation.registration._stack.calls[-1].cache
+            cache = generation.prompts.calls_here.calls[-1].cache
             layer = cache.paged_layers[0]
             if not corrupted[0] and layer.length:
                 corrupted[0] = True
@@ -129,7 +129,7 @@ def test_poisoned_unused_blocks_are_never_read() -> None:
     want = stock(model, **batch)
     with registered(memory=None, num_blocks=40, prefix_caching=False):
         paged(model, **batch)
-        pool = generation.registration._models[model].shared.pool
+        pool = generation.models._models[model].shared.pool
         for kv in pool.layers.values():
             kv.k.view(torch.uint8).fill_(0xFF)  # all ones is a NaN in every float format
             kv.v.view(torch.uint8).fill_(0xFF)

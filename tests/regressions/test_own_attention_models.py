@@ -180,6 +180,15 @@ def test_a_padded_batch_of_images(model_class: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("model_class", VISION)
+def test_a_placeholder_without_its_image_is_what_stock_makes_of_it(model_class: Callable[[], Any]) -> None:
+    model, prompt = _see(model_class), ids(1, 10)
+    prompt[0, 3] = IMAGE
+    with registered():
+        for _ in range(2):
+            _assert_stocks(model, {"input_ids": prompt})
+
+
+@pytest.mark.parametrize("model_class", VISION)
 @pytest.mark.parametrize("bad", [-1, zoo.VOCAB, IMAGE + 5])
 def test_ids_outside_the_vocabulary_need_an_image(model_class: Callable[[], Any], bad: int) -> None:
     model, prompt = _see(model_class), ids(1, 10)

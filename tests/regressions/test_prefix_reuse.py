@@ -174,3 +174,39 @@ def test_a_copied_cache_answers_many_questions_from_one_prompt() -> None:
     manager.check_invariants()
     cache.free()
     assert manager.stats().owned_blocks == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("way", ["prompt_lookup", "draft"])
+def test_assisted_decoding_reuses_and_leaves_prefixes(name: str, way: str) -> None:
+    model = zoo.build(name)
+    options = {"prompt_lookup_num_tokens": 3} if way == "prompt_lookup" else {"assistant_model": zoo.fresh(name, 1)}
+    first = ids(1, 9).repeat(1, 3)[:, :23]  # repeats itself, so that looking up finds something
+    with registered():
+        answer = paged(model, first, **options)
+        assert torch.equal(answer, stock(model, first, **options))
+        turn = torch.cat([answer, ids(1, 5, seed=9)], dim=1)
+        options["attention_mask"] = torch.ones_like(turn)  # else a generated padding token is taken for padding
+        before = _hits(model)
+        assert torch.equal(paged(model, turn, **options), stock(model, turn, **options))
+        assert _hits(model) - before == answer.shape[1] - 1
+        mask = {"attention_mask": options["attention_mask"]}
+        assert torch.equal(paged(model, turn, **mask), stock(model, turn, **mask))  # nor did rejected candidates stay
+        stats = hf_paged.cache_stats(model)
+        assert stats.prompt_tokens == 23 + 2 * turn.shape[1]
+
+
+def test_assisted_decoding_checks_its_ids() -> None:
+    model, prompt = zoo.build("llama"), ids(1, 9)
+    bad = prompt.clone()
+    bad[0, 4] = zoo.VOCAB
+    with registered():
+        with pytest.raises(hf_paged.InvalidRequestError, match=str(zoo.VOCAB)):
+            paged(model, bad, prompt_lookup_num_tokens=3)
+        assert torch.equal(paged(model, prompt, prompt_lookup_num_tokens=3), stock(model, prompt))
+
+
+def test_a_cache_of_ones_own_checks_ids_too() -> None:
+    model, bad = zoo.build("llama"), torch.full((1, 9), zoo.VOCAB + 5)
+    with registered(), pytest.raises(hf_paged.InvalidRequestError, match=str(zoo.VOCAB + 5)):
+        stock(model, bad, past_key_values=hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"}))

@@ -197,7 +197,7 @@ def test_the_pool_dies_with_the_model() -> None:
     with registered():
         model = zoo.fresh("llama")
         paged(model, ids(1, 9))
-        shared = hf_paged.generation.registration._models[model].shared
+        shared = hf_paged.generation.models._models[model].shared
         pool, ref = weakref.ref(shared.pool), weakref.ref(model)
         del model, shared
         gc.collect()

@@ -50,7 +50,7 @@ def test_one_graph_without_breaks_gives_stocks_tokens(arch: str) -> None:
         assert torch.equal(paged(model, **prompt), want)
         native, gathered = profile.native_calls - before[0], profile.gathered_calls - before[1]
         assert (native > 0, gathered > 0) == ((True, False) if arch in NATIVE else (False, True))
-        hf_paged.generation.registration.check_invariants(model)
+        hf_paged.generation.check_invariants(model)
 
 
 def test_a_model_that_was_never_probed_gathers_and_is_right() -> None:

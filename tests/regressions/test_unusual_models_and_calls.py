@@ -141,7 +141,7 @@ def test_dropout_once_does_not_demote_a_model() -> None:
         paged(model, prompt)
         model.eval()
         paged(model, prompt)
-        before = generation.registration._known(model)
+        before = generation.models.known(model)
         assert hf_paged.cache_stats(model).native == [0, 1, 2] and before is not None
 
 

@@ -231,7 +231,8 @@ class _Gain(torch.nn.Module):
         self.inner, self.gain = inner, gain
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * (self.gain[0] if isinstance(self.gain, list) else self.gain)
+        gain = next(iter(self.gain.values())) if isinstance(self.gain, dict) else self.gain
+        return self.inner(x) * (gain[0] if isinstance(gain, list) else gain)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +241,7 @@ class _Gain(torch.nn.Module):
         (1.0, 3.0),
         pytest.param(torch.tensor(1.0), torch.tensor(3.0), id="tensor"),
         pytest.param([1.0], [3.0], id="list"),
+        pytest.param({"a": [1.0]}, {"a": [3.0]}, id="dict"),
     ],
 )
 def test_an_attribute_that_acts_like_a_weight(before: Any, after: Any) -> None:
