@@ -16,6 +16,7 @@ from torch.nn.modules import module as module_internals
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_paged import compat
+from hf_paged.kernels import cpu
 
 #: models up to this size are checksummed in full; larger ones by samples, unless they are on a GPU
 _FULL_BYTES = 2 << 30
@@ -71,7 +72,8 @@ def quick_signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
 def checksum(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     """A checksum per tensor: of every byte up to 2 GiB in all (and always on a GPU), else of samples of each."""
     total = sum(t.nbytes for t in tensors)
-    sums = []
+    on_cpu: list[torch.Tensor] = []
+    elsewhere: list[torch.Tensor] = []
     for t in tensors:
         t = t.detach()
         if t.device.type == "meta" or t.numel() == 0 or t.layout != torch.strided:
@@ -82,17 +84,12 @@ def checksum(tensors: list[torch.Tensor]) -> tuple[int, ...]:
         if total > _FULL_BYTES and t.device.type == "cpu" and data.numel() > _SAMPLE_BYTES:
             step = data.numel() // (_SAMPLE_BYTES // _SAMPLE_CHUNK)
             data = data.as_strided((_SAMPLE_BYTES // _SAMPLE_CHUNK, _SAMPLE_CHUNK), (step, 1)).reshape(-1)
-        sums.append(_sum_bytes(data))
-    return tuple(sums)
+        (on_cpu if t.device.type == "cpu" else elsewhere).append(data)
+    native = cpu.checksums(on_cpu)
+    return (*(native if native is not None else map(_sum_bytes, on_cpu)), *map(_sum_bytes, elsewhere))
 
 
 def _sum_bytes(data: torch.Tensor) -> int:
-    if data.device.type == "cpu":
-        from hf_paged.kernels import cpu
-
-        native = cpu.checksum(data)
-        if native is not None:
-            return native
     head = data[: data.numel() // 4 * 4].view(torch.int32) if data.data_ptr() % 4 == 0 else data
     # Two different linear forms, so that a change that cancels in one (a sign flip, a swap) shows in the other.
     weights = torch.arange(1, 1 + 4096, device=data.device, dtype=torch.int64)

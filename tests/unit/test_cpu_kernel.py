@@ -423,7 +423,7 @@ def test_a_missing_library_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
     native._load.cache_clear()
     try:
         assert "hf_paged.kernels.cpu.build" in str(CPU.unavailable())
-        assert cpu.checksum(torch.ones(3)) is None
+        assert cpu.checksums([torch.ones(3)]) is None
         (tmp_path / native.LIBRARY_NAME).write_bytes(b"not a library")
         native._load.cache_clear()
         assert "do not load" in str(CPU.unavailable())
@@ -578,30 +578,47 @@ def test_a_pool_of_any_size_filled_by_several_threads_keeps_its_contents(num_blo
 # ------------------------------------------------------------------------------------------------------ checksum
 
 
+def checksum(x: torch.Tensor) -> int:
+    found = cpu.checksums([x])
+    assert found is not None
+    return found[0]
+
+
+@needs_library
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads_used", [1, 3])
+def test_many_checksums_are_those_of_each(threads_used: int) -> None:
+    torch.set_num_threads(threads_used)
+    sizes = [0, 1, 5, 1 << 16, 0, (1 << 16) + 1, 300_000, 64]  # none, part of a piece, whole pieces, several
+    tensors = [torch.randn(n) for n in sizes]
+    assert cpu.checksums(tensors) == [checksum(x) for x in tensors]
+    assert cpu.checksums([]) == []
+
+
 @needs_library
 def test_checksum_sees_every_element_and_its_place() -> None:
     x = torch.randn(300, 1000)
-    want = cpu.checksum(x)
-    assert cpu.checksum(x.clone()) == want
+    want = checksum(x)
+    assert checksum(x.clone()) == want
     for at in (0, 63, 64, 299_999, 131_072):
         y = x.clone()
         y.view(-1)[at] = torch.nextafter(y.view(-1)[at], torch.tensor(9e9))
-        assert cpu.checksum(y) != want
-    assert cpu.checksum(-x) != want
-    assert cpu.checksum(x.flip(0)) != want
+        assert checksum(y) != want
+    assert checksum(-x) != want
+    assert checksum(x.flip(0)) != want
     swapped = x.clone()
     swapped[[1, 2]] = swapped[[2, 1]]
-    assert cpu.checksum(swapped) != want
+    assert checksum(swapped) != want
     one = torch.randn(64, 64)
     pieces = torch.cat([one.view(-1)] * 64)  # equal pieces: a sum of equal terms must still see one of them change
     other = pieces.clone()
     other[5] += 1
-    assert cpu.checksum(pieces) != cpu.checksum(other)
+    assert checksum(pieces) != checksum(other)
 
 
 @needs_library
 def test_checksum_of_zeros_depends_on_the_size() -> None:
-    assert len({cpu.checksum(torch.zeros(n)) for n in range(40)}) == 40
+    assert len({checksum(torch.zeros(n)) for n in range(40)}) == 40
 
 
 @needs_library
@@ -609,18 +626,18 @@ def test_checksum_of_zeros_depends_on_the_size() -> None:
 def test_checksum_does_not_depend_on_threads_or_strides() -> None:
     x = torch.randn(1 << 18, 3)
     torch.set_num_threads(1)
-    want = cpu.checksum(x)
+    want = checksum(x)
     torch.set_num_threads(4)
-    assert cpu.checksum(x) == want
-    assert cpu.checksum(x.t().contiguous().t()) == want
+    assert checksum(x) == want
+    assert checksum(x.t().contiguous().t()) == want
 
 
 @needs_library
 @pytest.mark.parametrize("dtype", [BF16, torch.int8, torch.float64, torch.bool], ids=str)
 def test_checksum_takes_any_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(777).mul(10).to(dtype)
-    assert cpu.checksum(x) == cpu.checksum(x.clone())
-    assert isinstance(cpu.checksum(x), int)
+    assert checksum(x) == checksum(x.clone())
+    assert isinstance(checksum(x), int)
     y = x.clone()
     y[400] = not y[400]
-    assert cpu.checksum(x) != cpu.checksum(y)
+    assert checksum(x) != checksum(y)

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from hf_paged.errors import ConfigError, InternalError
 from hf_paged.kernels.cpu.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 #: HF_PAGED_CPU_ISA takes one of these; without it the best the processor runs is used.
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
@@ -104,7 +104,7 @@ class Library:
         self.write = bind("hfp_write", i32, pointer, pointer, pointer, pointer, i64, i64, i64, i64, i64, i32)
         self.gather = bind("hfp_gather", i32, pointer, pointer, pointer, pointer, i64, i32)
         self.copy_blocks = bind("hfp_copy_blocks", i32, pointer, i64, pointer, pointer, i64, i32)
-        self.checksum = bind("hfp_checksum", ctypes.c_uint64, pointer, i64, i32)
+        self.checksums = bind("hfp_checksums", i32, pointer, pointer, pointer, i64, i32)
         self.read = bind("hfp_read", ctypes.c_uint64, pointer, i64, i32)
         self.best_isa = bind("hfp_best_isa", i32)()
 
@@ -179,14 +179,25 @@ def check(status: int) -> None:
         raise InternalError(f"CPU kernel: {_STATUS.get(status, f'status {status}')}")
 
 
-def checksum(tensor: torch.Tensor) -> int | None:
-    """A 64-bit digest of the tensor's bytes at about memory speed; None without the library or off the CPU.
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """A 64-bit digest of each tensor's bytes at about memory speed; None without the library or off the CPU.
 
     It depends on every bit and its position, and not on the number of threads. It guards against accidents (a changed,
     swapped or negated value), not against adversaries.
     """
     lib, _ = _load()
-    if lib is None or tensor.device.type != "cpu":
+    if lib is None or any(tensor.device.type != "cpu" for tensor in tensors):
         return None
-    data = tensor.detach().contiguous()
-    return lib.checksum(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads())
+    data = [tensor.detach().contiguous() for tensor in tensors]
+    n = len(data)
+    sums = (ctypes.c_uint64 * n)()
+    check(
+        lib.checksums(
+            (ctypes.c_void_p * n)(*(t.data_ptr() for t in data)),
+            (ctypes.c_int64 * n)(*(t.numel() * t.element_size() for t in data)),
+            sums,
+            n,
+            torch.get_num_threads(),
+        )
+    )
+    return list(sums)
