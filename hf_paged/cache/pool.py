@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -70,14 +71,31 @@ def free_memory(device: torch.device) -> int:
     """Bytes that a new allocation on ``device`` could take now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    known = [bytes_ for bytes_ in (_machine_memory(), _cgroup_memory()) if bytes_ is not None]
+    return min(known, default=8 << 30)  # no way to ask on this system; a reservation costs nothing until used
+
+
+def _machine_memory() -> int | None:
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        pass
-    return 8 << 30  # no way to ask on this system; a reservation costs nothing until used
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the container's limit leaves (cgroup v2, then v1); None without a limit."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            allowed, taken = (root / limit).read_text().strip(), (root / used).read_text().strip()
+        except OSError:
+            continue
+        if allowed.isdigit() and int(allowed) < 1 << 60:  # "max", or a huge number in v1: no limit
+            return max(int(allowed) - int(taken), 0)
+    return None
 
 
 class KVPool:
@@ -171,7 +189,7 @@ class KVPool:
                         f"layer {layer_idx} could not reserve {size} bytes on {spec.device} for {self.num_blocks} "
                         f"blocks ({error}). Lower cache_config['memory'].",
                         needed=self.num_blocks,
-                        available=0,
+                        available=0,  # storage is reserved whole or not at all
                     ) from error
             self.layers[layer_idx], self.backends[layer_idx] = kv, backend
         elif kv.spec != spec:

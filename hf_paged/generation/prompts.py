@@ -119,11 +119,13 @@ def begin_prompt(
     rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
     if not state.force_gather and not any(cache.profile.obstacles.values()):
         # Equal rows of one batch can differ in the last bit (a matrix kernel treats its edge rows differently), so
-        # where the result must be stock's to the bit, every row keeps its own.
+        # where the result must be stock's to the bit, every row keeps its own; and while nothing is known yet, as well.
         first: dict[tuple[int, ...], int] = {}
-        state.share_prompts([first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)])
+        leaders = [first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)]
+        state.share_prompts(leaders, now=cache.profile.native)
     call.prompt = rows
-    kv.prompt_tokens += sum(len(row) for row in rows)
+    with kv.lock:
+        kv.prompt_tokens += sum(len(row) for row in rows)
     if not config.prefix_caching or any(cache.is_linear) or len(cache.paged_layers) != _attending(cache):
         return
     if generation_config.output_attentions or generation_config.output_hidden_states:
@@ -156,7 +158,8 @@ def begin_prompt(
     state.adopt(found, columns)
     for layer in cache.paged_layers:
         layer.length = columns
-    kv.hit_tokens += sum(max(columns - pad, 0) for pad in pads)
+    with kv.lock:
+        kv.hit_tokens += sum(max(columns - pad, 0) for pad in pads)
 
 
 def _can_continue(model: Any, tokens: list[int]) -> bool:
@@ -195,7 +198,7 @@ def _can_continue(model: Any, tokens: list[int]) -> bool:
 def prompt_done(call: Call) -> None:
     """After the first forward: rows go their own ways, and the prompt is kept."""
     assert call.cache is not None
-    call.cache.state.end_prompt()
+    call.cache.state.end_prompt(merge=call.cache.profile.native)
     keep(call, call.prompt)
 
 

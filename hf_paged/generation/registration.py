@@ -204,8 +204,9 @@ def _install_cache(
         model_kwargs[name] = paged
     else:
         cache.self_attention_cache = paged
-    kv.calls += 1
-    kv.obstacles, kv.paged_layers = paged.profile.obstacles, [layer.layer_idx for layer in paged.paged_layers]
+    with kv.lock:
+        kv.calls += 1
+        kv.obstacles, kv.paged_layers = paged.profile.obstacles, [layer.layer_idx for layer in paged.paged_layers]
     call = calls_here.current(model)
     if call is not None:
         call.cache, call.kv, call.config = paged, kv, config

@@ -18,7 +18,7 @@ import torch
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.manager import KVCacheManager, PrefixMatch
-from hf_paged.errors import InternalError, InvalidRequestError, UnsupportedError
+from hf_paged.errors import InternalError, InvalidRequestError, OutOfBlocksError, UnsupportedError
 from hf_paged.generation.shared import SharedKV
 
 Ints = npt.NDArray[Any]
@@ -114,6 +114,8 @@ class BatchState:
         self.force_gather = False
         #: while identical prompts are prefilled: index of the row whose blocks row i uses
         self.leaders: list[int] | None = None
+        #: the same for rows that keep blocks of their own for now, and share them only if memory is short
+        self.alike: list[int] | None = None
         self._block_ids = np.zeros((0, 0), dtype=np.int32)
         self._known_blocks: list[int] = []
         self._dirty = True
@@ -141,17 +143,25 @@ class BatchState:
             )
         if start != self.length:
             raise UnsupportedError(
-                f"a layer is at column {start} while the cache is at {self.length}: layers of one PagedCache must "
-                "advance together. Give models that skip layers a cache of their own."
+                f"a layer is at column {start} while the cache is at {self.length}: the layers of one PagedCache must "
+                "advance together. After a forward that was interrupted, call reset(). An encoder-decoder model takes "
+                "EncoderDecoderCache(PagedCache(config), DynamicCache()); one that skips layers, no PagedCache."
             )
         end = start + width
         pads = self.pads_np
         counts = (np.maximum(end - pads, 0) - np.maximum(start - pads, 0)).tolist()
         leaders = self.leaders
         with manager.lock:
+            copies = None
             if leaders is None:
-                copies = manager.append_many(self.tables, counts)
-            else:
+                try:
+                    copies = manager.append_many(self.tables, counts)
+                except OutOfBlocksError:
+                    leaders, self.alike = self.alike, None
+                    if leaders is None:
+                        raise
+                    self.leaders = leaders
+            if copies is None and leaders is not None:
                 first = [i for i, leader in enumerate(leaders) if leader == i]
                 copies = manager.append_many([self.tables[i] for i in first], [counts[i] for i in first])
                 for i, leader in enumerate(leaders):
@@ -255,13 +265,19 @@ class BatchState:
     def padded(self) -> bool:
         return self.pads_known and self._max_pad > 0
 
-    def share_prompts(self, leaders: list[int]) -> None:
-        """Until :meth:`end_prompt`, row ``i`` is the same prompt as row ``leaders[i]`` and uses its blocks."""
-        if any(leader != i for i, leader in enumerate(leaders)):
-            self.leaders = leaders
+    def share_prompts(self, leaders: list[int], now: bool) -> None:
+        """Until :meth:`end_prompt`, row ``i`` is the same prompt as row ``leaders[i]``.
 
-    def end_prompt(self) -> None:
-        self.leaders = None
+        With ``now`` it uses its blocks from the start, else only if there are not enough for both.
+        """
+        if any(leader != i for i, leader in enumerate(leaders)):
+            self.leaders, self.alike = (leaders, None) if now else (None, leaders)
+
+    def end_prompt(self, merge: bool) -> None:
+        """The rows go their own ways; with ``merge``, those known to be alike give up all copies but one."""
+        alike, self.leaders, self.alike = self.alike, None, None
+        if merge and alike is not None and len(alike) == len(self.tables):
+            self.select(alike)
 
     def adopt(self, matches: Sequence[PrefixMatch], columns: int) -> None:
         """Start an empty batch with the first ``columns`` columns taken from prefixes."""
@@ -301,7 +317,7 @@ class BatchState:
                 if row not in taken:
                     manager.free(table)
         self.set_pads(self.pads_np[list(rows)])
-        self._dirty, self.plan, self.leaders = True, None, None
+        self._dirty, self.plan, self.leaders, self.alike = True, None, None, None
 
     def fork(self) -> BatchState:
         """A copy that shares every block."""
@@ -317,7 +333,7 @@ class BatchState:
         """Give every block back and start over, empty."""
         _free_all(self.shared, self.tables)
         self.pads_np, self.pads_known = np.zeros(0, dtype=np.int64), False
-        self.length, self.plan, self.leaders, self._dirty = 0, None, None, True
+        self.length, self.plan, self.leaders, self.alike, self._dirty = 0, None, None, None, True
         self.native_for = self.mask_known = None
 
     def move_to(self, shared: SharedKV) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.generation.state import BatchState
 from tests import zoo
 from tests.regressions.helpers import ids, left_padded, paged, registered, stock
 
@@ -55,6 +56,35 @@ def test_eight_beams_hold_a_512_token_prompt_once() -> None:
         assert max(peak.blocks) <= 32 + 8
 
 
+@pytest.mark.parametrize(("name", "after"), [("llama", 6), ("deepseek_v3", 18)])
+def test_rows_alike_are_merged_once_the_model_is_known_to_be_native(
+    name: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix kernel may give equal rows different last bits, which a gathered model has to keep, as stock does."""
+    held, end_prompt = [], BatchState.end_prompt
+
+    def spy(self: BatchState, merge: bool) -> None:
+        before = self.num_blocks
+        end_prompt(self, merge)
+        held.append((before, self.num_blocks))
+
+    monkeypatch.setattr(BatchState, "end_prompt", spy)
+    model, prompt = zoo.fresh(name), ids(1, 21)
+    want = stock(model, prompt, num_beams=3)
+    with registered(prefix_caching=False):
+        for _ in range(2):
+            assert torch.equal(paged(model, prompt, num_beams=3), want)
+    assert held == [(18, after), (after, after)]
+
+
+def test_rows_alike_share_from_the_start_where_memory_is_short() -> None:
+    model, prompt = zoo.fresh("llama"), ids(1, 40)
+    want = stock(model, prompt, num_beams=4)
+    with registered(memory=None, num_blocks=10 + 3 * 4, prefix_caching=False):  # the prompt once, and what beams add
+        assert torch.equal(paged(model, prompt, num_beams=4), want)  # nothing is known of the model yet
+        assert torch.equal(paged(model, prompt, num_beams=4), want)
+
+
 def test_a_left_padded_batch_holds_no_padding() -> None:
     lengths = [20 + int(i * 980 / 15) for i in range(16)]
     model = zoo.build("gpt_neox")
@@ -70,6 +100,7 @@ def test_a_default_call_on_a_tiny_model_adds_less_than_64_mb() -> None:
 import resource, sys, torch
 sys.path.insert(0, sys.argv[1])
 import hf_paged
+from hf_paged.generation.state import BatchState
 from tests import zoo
 model = zoo.build("llama")
 prompt = torch.randint(3, zoo.VOCAB, (4, 30))

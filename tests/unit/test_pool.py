@@ -1,0 +1,36 @@
+"""KVPool's questions to the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_paged.cache import pool
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, None),
+        ({"memory.max": "max\n", "memory.current": "5000\n"}, None),
+        ({"memory.max": "8000\n", "memory.current": "5000\n"}, 3000),
+        ({"memory.max": "8000\n", "memory.current": "9000\n"}, 0),
+        ({"memory/memory.limit_in_bytes": "8000", "memory/memory.usage_in_bytes": "1000"}, 7000),
+        ({"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "1000"}, None),
+    ],
+)
+def test_what_a_containers_limit_leaves(tmp_path: Path, files: dict[str, str], want: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert pool._cgroup_memory(tmp_path) == want
+
+
+def test_free_memory_is_the_smaller_of_machine_and_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_machine_memory", lambda: 10)
+    monkeypatch.setattr(pool, "_cgroup_memory", lambda: 7)
+    assert pool.free_memory(torch.device("cpu")) == 7
+    monkeypatch.setattr(pool, "_cgroup_memory", lambda: None)
+    assert pool.free_memory(torch.device("cpu")) == 10
