@@ -3,8 +3,8 @@
     python benchmarks/generate.py [--dtype float32 bfloat16] [--repeats 5] [--threads 2] [--quick]
 
 Prints seconds (median of the repeats) and the ratio stock / paged: above 1 means paged is faster. The ratio is the
-median of the ratios of neighbouring runs, so that a machine that slows down in between does not decide it. Prefix reuse
-is off, except in the line that shows it: every run computes its prompts.
+median of the ratios of neighbouring runs, so that a machine that slows down in between does not decide it. Every run
+computes its prompts: prefix reuse is off, or the prompts are new each time, except in the line that shows the reuse.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hf_paged.model.loader import load
 LENGTHS = [24 + (i * 83) % 456 for i in range(32)]
 
 
-def prompts(lengths: list[int], vocab: int) -> dict[str, torch.Tensor]:
+def prompts(lengths: list[int], vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random ids of these lengths, left-padded."""
-    width, generator = max(lengths), torch.Generator().manual_seed(0)
+    width, generator = max(lengths), torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab, (len(lengths), width), generator=generator)
     mask = (torch.arange(width)[None, :] >= width - torch.tensor(lengths)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
@@ -38,13 +38,24 @@ def seconds(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **opti
 
 
 def compare(
-    model: Any, name: str, inputs: dict[str, torch.Tensor], new_tokens: int, repeats: int, **cache_config: Any
+    model: Any,
+    name: str,
+    lengths: list[int],
+    new_tokens: int,
+    repeats: int,
+    *,
+    new_prompts: bool = False,
+    **config: Any,
 ) -> None:
-    paged = {"cache_implementation": "paged", "cache_config": {"prefix_caching": False, **cache_config}}
+    paged = {"cache_implementation": "paged", "cache_config": {"prefix_caching": False, **config}}
+    vocab = model.config.vocab_size
+    inputs = prompts(lengths, vocab)
     seconds(model, inputs, min(new_tokens, 4))
     seconds(model, inputs, min(new_tokens, 4), **paged)
     a, b = [], []
     for i in range(repeats):
+        if new_prompts:
+            inputs = prompts(lengths, vocab, seed=i + 1)
         runs = [(a, {}), (b, paged)]
         for out, options in runs if i % 2 == 0 else reversed(runs):
             out.append(seconds(model, inputs, new_tokens, **options))
@@ -69,14 +80,21 @@ def main() -> None:
     print(f"torch {torch.__version__}, {args.threads} threads, {torch.backends.cpu.get_cpu_capability()}")
     for dtype in args.dtype:
         model, _ = load("demo", dtype=getattr(torch, dtype))
-        vocab = model.config.vocab_size
         print(f"{dtype}:")
-        compare(
-            model, f"batch {len(lengths)} ragged, {new_tokens} new tokens", prompts(lengths, vocab), new_tokens, repeats
-        )
-        compare(model, f"batch 1, prompt 224, {new_tokens} new tokens", prompts([224], vocab), new_tokens, repeats)
-        compare(model, "batch 1, prompt 1024, 1 new token", prompts([1024], vocab), 1, repeats)
-        compare(model, "the same, its prefix reused", prompts([1024], vocab), 1, repeats, prefix_caching=True)
+        for batch in (lengths, [224]):
+            name = f"batch {len(batch)} ragged" if len(batch) > 1 else "batch 1, prompt 224"
+            compare(model, f"{name}, {new_tokens} new tokens", batch, new_tokens, repeats)
+            compare(
+                model,
+                "the same, default settings, new prompts",
+                batch,
+                new_tokens,
+                repeats,
+                new_prompts=True,
+                prefix_caching=True,
+            )
+        compare(model, "batch 1, prompt 1024, 1 new token", [1024], 1, repeats)
+        compare(model, "the same, its prefix reused", [1024], 1, repeats, prefix_caching=True)
 
 
 if __name__ == "__main__":
