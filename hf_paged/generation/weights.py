@@ -129,7 +129,9 @@ def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
                 continue
             if isinstance(value, torch.ScriptObject):
                 return None
-            attributes.append(_frozen(value) if key in _ADAPTER_STATE else _attribute(value))
+            known = _frozen(value) if key in _ADAPTER_STATE else _attribute(value)
+            if known is not None:
+                attributes.append((key, known))
         structure.append((name, type(module), tuple(attributes)))
     return (
         ("config", _frozen_config(getattr(model, "config", None))),
