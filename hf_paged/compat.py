@@ -121,3 +121,8 @@ def remember_prompt_length(generation_config: Any, length: int) -> None:
 def drafts_from_hidden_states(generation_config: Any) -> bool:
     """Whether assisted decoding drafts with heads or layers of the model itself, from its hidden states."""
     return bool(getattr(generation_config, "use_mtp", None) or getattr(generation_config, "assistant_early_exit", None))
+
+
+def chunked_without_types(config: Any) -> bool:
+    """Without ``layer_types``, a windowed layer is chunked exactly when only a chunk size is configured."""
+    return getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is not None

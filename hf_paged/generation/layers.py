@@ -24,8 +24,8 @@ from hf_paged.attention import ops
 from hf_paged.attention.backends.torch_reference import attend_dense
 from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
 from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
+from hf_paged.attention.obstacles import Obstacle, call_obstacle, mask_obstacle, wants_weights
 from hf_paged.errors import InternalError, UnsupportedError
-from hf_paged.generation.obstacles import Obstacle, call_obstacle, mask_obstacle, wants_weights
 from hf_paged.generation.shared import Profile, SharedKV
 from hf_paged.generation.state import BatchState, StepPlan
 

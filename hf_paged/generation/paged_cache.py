@@ -73,7 +73,7 @@ class PagedCache(compat.DynamicCache):
         for i in pageable:
             stock = self.layers[i]
             if isinstance(stock, compat.DynamicSlidingWindowLayer):
-                chunked = types[i] == "chunked_attention" if i < len(types) else _chunked_by_config(config)
+                chunked = types[i] == "chunked_attention" if i < len(types) else compat.chunked_without_types(config)
                 self.layers[i] = PagedSlidingLayer(
                     self.state, i, profile, sliding_window=stock.sliding_window, chunked=chunked
                 )
@@ -194,8 +194,3 @@ class PagedCache(compat.DynamicCache):
 def pageable_layer(layer: Any) -> bool:
     """Whether a stock cache layer stores plain keys and values only, so that blocks can hold them."""
     return type(layer) in (compat.DynamicLayer, compat.DynamicSlidingWindowLayer)
-
-
-def _chunked_by_config(config: Any) -> bool:
-    """Without ``layer_types``, a windowed layer is chunked exactly when only a chunk size is configured."""
-    return getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is not None

@@ -16,10 +16,10 @@ from typing import Any
 from hf_paged import compat
 from hf_paged.attention import registry
 from hf_paged.attention.backends.base import AttentionBackend
+from hf_paged.attention.obstacles import Obstacle
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.pool import KVPool, LayerKV, LayerSpec
 from hf_paged.config import CacheConfig
-from hf_paged.generation.obstacles import Obstacle
 
 logger = logging.getLogger("hf_paged")
 

@@ -1,7 +1,7 @@
 """Can a kernel compute what this call of the stock attention would? Answers with None or with the obstacle.
 
 Pure judgement: these functions look at one attention call, at what its cache layer knows (window, chunk, columns) and
-at nothing else. ``PagedLayer`` asks them, ``Profile`` remembers what they say about the model.
+at nothing else. Cache layers ask them; what they say of a model is remembered elsewhere.
 """
 
 from __future__ import annotations

@@ -1,0 +1,284 @@
+"""From a plan to logits: builds a step's tensors, runs the stock forward on a view of the model, executes copies.
+
+It owns the view, the pool and the choice of how requests share a forward. It keeps nothing about requests between
+steps: all it needs is in the SchedulerOutput. The engine's core calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_paged import compat
+from hf_paged.attention import interface, registry
+from hf_paged.attention.metadata import AttentionMetadata, LayerKV, LayerSpec
+from hf_paged.cache.pool import KVPool
+from hf_paged.errors import HfPagedError, UnsupportedError
+from hf_paged.model.engine_cache import EngineCache, Step
+from hf_paged.model.view import same_structure, view_of
+
+logger = logging.getLogger("hf_paged")
+
+Ints = npt.NDArray[Any]
+
+#: tokens of the two sequences that a new model is tried out with
+_PROBE_LENGTHS = (7, 4)
+
+
+class Work(Protocol):
+    """One request's part of a step: token ids at positions ``start : start + count``, and its blocks."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def blocks(self) -> Sequence[int]: ...
+    @property
+    def samples(self) -> bool: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A sequence part without a request."""
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    samples: bool = True
+
+    @property
+    def count(self) -> int:
+        return len(self.token_ids)
+
+
+class ModelRunner:
+    """Runs steps of a causal language model over one KV pool.
+
+    Args:
+        model: a loaded causal LM; it stays its user's. Its weights are read at every step.
+        block_size, memory, num_blocks, attention_backend: as in CacheConfig.
+
+    Raises:
+        UnsupportedError: the model is encoder-decoder, keeps layers that cannot be paged, or gives other logits in
+            company than alone.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        block_size: int = 16,
+        memory: int | None = None,
+        num_blocks: int | None = None,
+        attention_backend: str = registry.AUTO,
+    ) -> None:
+        interface.install()
+        self.model: Any = model
+        self.view: Any = view_of(model)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise UnsupportedError(
+                f"{type(model).__name__} is an encoder-decoder model; "
+                "model.generate(cache_implementation='paged') serves it"
+            )
+        self.block_size = block_size
+        self._choose = functools.partial(registry.select, name=attention_backend)
+        accepted = inspect.signature(type(model).forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._takes_logits_to_keep = "logits_to_keep" in accepted
+        self.packed, specs = self._try_out(attention_backend)
+        self.pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
+        for layer_idx, spec in specs.items():
+            self.pool.layer(layer_idx, spec)
+        self.cache = EngineCache(self.model.config, self._storage, self.packed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        embeddings = self.view.get_input_embeddings()
+        found: torch.device = embeddings.weight.device
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.view.get_input_embeddings().num_embeddings)
+
+    def refresh(self) -> None:
+        """Look whether modules of the model were exchanged (an adapter was added, say), and follow."""
+        if not same_structure(self.model, self.view):
+            self.view = view_of(self.model)
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[Work], copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """Execute ``copies``, then compute every part; returns float32 logits ``[n, vocab]``, one row for each part
+        that samples, in order."""
+        if copies:
+            self.pool.copy_blocks(copies)
+        return self._forward(self.cache, work)
+
+    # -- building steps ------------------------------------------------------------------------------------------
+
+    def _forward(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
+        if cache.packed:
+            return self._packed(cache, work)
+        rows: dict[int, torch.Tensor] = {}
+        groups: dict[int, list[int]] = {}
+        for i, part in enumerate(work):
+            groups.setdefault(part.count, []).append(i)
+        for members in groups.values():
+            logits = self._dense(cache, [work[i] for i in members])
+            rows.update({i: logits[row] for row, i in enumerate(members) if work[i].samples})
+        if not rows:
+            return torch.empty(0, self.vocab_size)
+        return torch.stack([rows[i] for i in sorted(rows)])
+
+    def _packed(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
+        counts = np.array([part.count for part in work], dtype=np.int32)
+        starts = np.array([part.start for part in work], dtype=np.int32)
+        ends = np.cumsum(counts, dtype=np.int32)
+        tables = _tables(work)
+        row = np.repeat(np.arange(len(work)), counts)
+        positions = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts) + np.repeat(starts, counts)
+        slots = tables[row, positions // self.block_size].astype(np.int64) * self.block_size
+        cache.step = Step(
+            AttentionMetadata(
+                cu_seqlens_q=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+                seq_lens=torch.from_numpy(starts + counts),
+                block_tables=torch.from_numpy(tables),
+                slot_mapping=torch.from_numpy(slots + positions % self.block_size),
+                max_query_len=int(counts.max()),
+                max_seq_len=int((starts + counts).max()),
+            )
+        )
+        cache.past = 0
+        ids = np.concatenate([np.asarray(part.token_ids, dtype=np.int64) for part in work])
+        last = torch.from_numpy((ends - 1)[[part.samples for part in work]].astype(np.int64))
+        device = self.device
+        inputs = {
+            "input_ids": torch.from_numpy(ids)[None].to(device),
+            "position_ids": torch.from_numpy(positions.astype(np.int64))[None].to(device),
+        }
+        if self._takes_logits_to_keep and len(last):
+            logits = self._call(cache, inputs, logits_to_keep=last.to(device))[0]
+        else:
+            logits = self._call(cache, inputs)[0][last.to(device)]
+        return logits.float()
+
+    def _dense(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
+        width, past = work[0].count, max(part.start for part in work)
+        starts = np.array([part.start for part in work])[:, None]
+        tables, size = _tables(work), self.block_size
+        rows = np.arange(len(work))[:, None]
+        positions = starts + np.arange(width)[None, :]
+        before = np.arange(past)[None, :] - (past - starts)
+        known = np.maximum(before, 0)
+        gather = tables[rows, known // size].astype(np.int64) * size + known % size
+        gather[before < 0] = -1
+        slots = tables[rows, positions // size].astype(np.int64) * size + positions % size
+        cache.step = Step(
+            AttentionMetadata(
+                cu_seqlens_q=torch.arange(0, len(work) * width + 1, width, dtype=torch.int32),
+                seq_lens=torch.from_numpy((starts[:, 0] + width).astype(np.int32)),
+                block_tables=torch.from_numpy(tables),
+                slot_mapping=torch.from_numpy(slots.reshape(-1)),
+                max_query_len=width,
+                max_seq_len=past + width,
+            ),
+            gather_slots=torch.from_numpy(gather),
+        )
+        cache.past = past
+        device = self.device
+        ids = np.array([list(part.token_ids) for part in work], dtype=np.int64)
+        mask = np.arange(past + width)[None, :] >= past - starts
+        inputs = {
+            "input_ids": torch.from_numpy(ids).to(device),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)).to(device),
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = torch.from_numpy(positions.astype(np.int64)).to(device)
+        options = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        return self._call(cache, inputs, **options)[:, -1].float()
+
+    def _call(self, cache: EngineCache, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.view(
+            **inputs, **{compat.CACHE_KWARG: cache}, use_cache=True, return_dict=True, **options
+        ).logits
+        cache.check_attended()
+        return logits
+
+    # -- storage and the first look at a model --------------------------------------------------------------------
+
+    def _storage(self, layer_idx: int, spec: LayerSpec) -> tuple[LayerKV, Any]:
+        found = self.pool.layer(layer_idx, spec)
+        if found is None:
+            raise UnsupportedError(
+                f"layer {layer_idx} now stores {spec}, which is not what the engine was made for: make a new engine "
+                "after changing a model's dtype, device or heads"
+            )
+        return found
+
+    @torch.inference_mode()
+    def _try_out(self, attention_backend: str) -> tuple[bool, dict[int, LayerSpec]]:
+        """Whether requests can be packed, and what each layer stores; tried with two short sequences."""
+        ids = [[(3 + 5 * i + n) % self.vocab_size for i in range(n)] for n in _PROBE_LENGTHS]
+        want = [self.view(input_ids=torch.tensor([x], device=self.device)).logits[0, -1].float() for x in ids]
+        reasons = []
+        for packed in (True, False):
+            if packed and (attention_backend == registry.GATHER or not self._takes_positions):
+                continue
+            per_sequence = -(-max(_PROBE_LENGTHS) // self.block_size)
+            pool = KVPool(self.block_size, 1, self._choose, num_blocks=len(ids) * per_sequence)
+            specs: dict[int, LayerSpec] = {}
+
+            def storage(layer_idx: int, spec: LayerSpec, pool: KVPool = pool, specs: Any = specs) -> Any:
+                specs[layer_idx] = spec
+                return pool.layer(layer_idx, spec)
+
+            cache = EngineCache(self.model.config, storage, packed)
+            try:
+                got = self._two_steps(cache, ids)
+            except (HfPagedError, ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+                # whatever a model raises at a shape it does not know means the same: not in this way
+                reasons.append(f"{'packed' if packed else 'as padded rows'}: {error}")
+                continue
+            tolerance = 1e-3 if want[0].dtype == torch.float32 and _exact(self.view) else 0.1
+            worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+            if worst <= tolerance:
+                if not packed:
+                    logger.info("engine: requests run as padded rows (%s)", "; ".join(reasons) or "as asked")
+                return packed, specs
+            reasons.append(f"{'packed' if packed else 'as padded rows'}: logits differ from those alone by {worst:.2g}")
+        raise UnsupportedError(
+            f"{type(self.model).__name__} cannot run several requests at once ({'; '.join(reasons)}); "
+            "model.generate(cache_implementation='paged') serves it"
+        )
+
+    def _two_steps(self, cache: EngineCache, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        per_row = -(-max(_PROBE_LENGTHS) // self.block_size)
+        blocks = [list(range(1 + i * per_row, 1 + (i + 1) * per_row)) for i in range(len(ids))]
+        first = [_Probe(ids[0][:5], 0, blocks[0], samples=False), _Probe(ids[1], 0, blocks[1])]
+        second = self._forward(cache, first)
+        return [self._forward(cache, [_Probe(ids[0][5:], 5, blocks[0])])[0], second[0]]
+
+
+def _exact(model: torch.nn.Module) -> bool:
+    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+
+
+def _tables(work: Sequence[Work]) -> Ints:
+    """Block ids as int32 ``[parts, widest]``, zeros beyond each part's own."""
+    widest = max(len(part.blocks) for part in work)
+    tables = np.zeros((len(work), widest), dtype=np.int32)
+    for row, part in enumerate(work):
+        tables[row, : len(part.blocks)] = part.blocks
+    return tables

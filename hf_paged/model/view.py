@@ -1,0 +1,70 @@
+"""A second set of module objects over the same parameters: the engine's own way into a model that stays its user's.
+
+Switching the user's module to ``eval()`` or changing its config for the length of a step would be seen by whoever uses
+it meanwhile (a training loop, another thread). A view shares every parameter and buffer by reference, also those that
+are assigned later, and has its own ``training`` flags, which stay False.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import torch
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def view_of(model: M) -> M:
+    """New module objects for ``model`` and all below it, sharing the dicts of parameters and buffers, in eval mode.
+
+    What modules keep besides (numbers, configs, hooks) is shared by reference. Bound methods and partial functions that
+    refer to the old modules, as accelerate's hooks leave them, are bound to the new ones.
+    """
+    twins: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        twin = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__["training"] = False
+        twins[id(module)] = twin
+    for module in model.modules():
+        twin = twins[id(module)]
+        children = {name: None if child is None else twins[id(child)] for name, child in module._modules.items()}
+        twin.__dict__["_modules"] = children
+        for name, value in module.__dict__.items():
+            rebound = _rebound(value, twins)
+            if rebound is not value:
+                twin.__dict__[name] = rebound
+    found = twins[id(model)]
+    assert isinstance(found, type(model))
+    return found
+
+
+def _rebound(value: Any, twins: dict[int, torch.nn.Module]) -> Any:
+    """``value`` with every reference to an old module replaced, as far as such references are usual."""
+    if isinstance(value, torch.nn.Module):
+        return twins.get(id(value), value)
+    owner = getattr(value, "__self__", None)
+    if isinstance(owner, torch.nn.Module) and id(owner) in twins:
+        return getattr(value, "__func__", value).__get__(twins[id(owner)])
+    if isinstance(value, functools.partial):
+        args = tuple(_rebound(a, twins) for a in value.args)
+        func = _rebound(value.func, twins)
+        if func is not value.func or any(a is not b for a, b in zip(args, value.args, strict=True)):
+            made = functools.partial(func, *args, **value.keywords)
+            made.__dict__.update(value.__dict__)
+            return made
+    if type(value) in (list, tuple):
+        items = [_rebound(v, twins) for v in value]
+        if any(a is not b for a, b in zip(items, value, strict=True)):
+            return type(value)(items)
+    return value
+
+
+def same_structure(model: torch.nn.Module, view: torch.nn.Module) -> bool:
+    """Whether a view still has the modules its model has; adapters come and go (PEFT), and then it is built anew."""
+    mine, theirs = dict(model.named_modules()), dict(view.named_modules())
+    return mine.keys() == theirs.keys() and all(
+        type(module) is type(theirs[name]) and module._parameters is theirs[name]._parameters
+        for name, module in mine.items()
+    )
