@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_paged.config import CacheConfig as CacheConfig
+    from hf_paged.config import EngineConfig as EngineConfig
+    from hf_paged.engine.llm import LLM as LLM
+    from hf_paged.engine.outputs import CompletionOutput as CompletionOutput
+    from hf_paged.engine.outputs import RequestOutput as RequestOutput
     from hf_paged.errors import ConfigError as ConfigError
     from hf_paged.errors import HfPagedError as HfPagedError
     from hf_paged.errors import InternalError as InternalError
@@ -22,11 +26,17 @@ if TYPE_CHECKING:
     from hf_paged.generation import register as register
     from hf_paged.generation import unregister as unregister
     from hf_paged.generation import weights_changed as weights_changed
+    from hf_paged.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
     "CacheConfig": "hf_paged.config",
+    "CompletionOutput": "hf_paged.engine.outputs",
+    "EngineConfig": "hf_paged.config",
+    "LLM": "hf_paged.engine.llm",
+    "RequestOutput": "hf_paged.engine.outputs",
+    "SamplingParams": "hf_paged.sampling_params",
     "ConfigError": "hf_paged.errors",
     "HfPagedError": "hf_paged.errors",
     "InternalError": "hf_paged.errors",

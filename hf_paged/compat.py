@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import transformers
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers import masking_utils as masking_utils
 from transformers import modeling_utils as modeling_utils
 from transformers.cache_utils import (
@@ -39,8 +40,10 @@ __all__ = [
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "EncoderDecoderCache",
+    "GenerationConfig",
     "GenerationMixin",
     "LinearAttentionCacheLayerMixin",
+    "LogitsProcessorList",
     "cache_in_kwargs",
     "check_supported",
     "generation_configuration_utils",
@@ -126,3 +129,19 @@ def drafts_from_hidden_states(generation_config: Any) -> bool:
 def chunked_without_types(config: Any) -> bool:
     """Without ``layer_types``, a windowed layer is chunked exactly when only a chunk size is configured."""
     return getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is not None
+
+
+def logits_processors(
+    model: Any, generation_config: Any, prompt: Any, device: Any, custom: Any, prefix_allowed_tokens_fn: Any
+) -> Any:
+    """The processors that ``generate()`` would run for one row with this prompt (ids ``[1, tokens]``), in its order."""
+    model._prepare_special_tokens(generation_config, True, device=device)
+    return model._get_logits_processor(
+        generation_config=generation_config,
+        input_ids_seq_length=prompt.shape[1],
+        encoder_input_ids=prompt,
+        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        logits_processor=LogitsProcessorList(custom),
+        device=device,
+        model_kwargs={},
+    )

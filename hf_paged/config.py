@@ -117,5 +117,53 @@ class CacheConfig:
         return (self.block_size, self.memory, self.num_blocks, self.prefix_memory, self.attention_backend)
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine (``LLM``).
+
+    Attributes:
+        block_size, memory, num_blocks, prefix_caching, attention_backend: as in CacheConfig.
+        max_num_seqs: requests that may run at once.
+        max_num_batched_tokens: tokens that may run in one step; longer prompts are split over steps.
+        max_model_len: tokens a sequence may have, prompt included; None for what the model's config says, if anything.
+        policy: "fcfs" (arrival), "lpm" (longest stored prefix first) or "priority" (lower first, waiting counts).
+        dtype: to load a model in, when it is named and not given; None for what its checkpoint holds.
+        seed: from which requests without a seed draw theirs; None for fresh ones.
+    """
+
+    block_size: int = 16
+    memory: int | str | None = None
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    attention_backend: str = "auto"
+    dtype: str | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        cache = self.cache  # raises for what concerns the cache
+        object.__setattr__(self, "memory", cache.memory)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if (value is not None or name != "max_model_len") and (not _is_int(value) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be an int of at least 1")
+        if self.seed is not None and not _is_int(self.seed):
+            raise ConfigError(f"seed={self.seed!r} must be an int or None")
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The part that concerns the KV cache."""
+        return CacheConfig(
+            block_size=self.block_size,
+            memory=self.memory,
+            num_blocks=self.num_blocks,
+            prefix_caching=self.prefix_caching,
+            attention_backend=self.attention_backend,
+        )
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -15,7 +15,7 @@ from typing import Any
 from hf_paged import compat
 from hf_paged.config import CacheConfig
 from hf_paged.generation.shared import SharedKV
-from hf_paged.generation.weights import OptimizerHook, WeightsWatch
+from hf_paged.model.weights import OptimizerHook, WeightsWatch
 
 
 @dataclass

@@ -20,7 +20,7 @@ from hf_paged.errors import InvalidRequestError
 from hf_paged.generation.models import ModelKV
 from hf_paged.generation.paged_cache import PagedCache
 from hf_paged.generation.state import BatchState
-from hf_paged.generation.weights import runtime_signature
+from hf_paged.model.weights import runtime_signature
 
 logger = logging.getLogger("hf_paged")
 

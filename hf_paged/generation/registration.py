@@ -23,7 +23,7 @@ from hf_paged.errors import ConfigError
 from hf_paged.generation import models, prompts
 from hf_paged.generation.paged_cache import PagedCache, pageable_layer
 from hf_paged.generation.prompts import Call, calls_here
-from hf_paged.generation.weights import storage_key
+from hf_paged.model.weights import storage_key
 
 logger = logging.getLogger("hf_paged")
 

@@ -1,0 +1,204 @@
+"""The step loop: scheduler, runner and sampler put together, for one model. No text here.
+
+Not thread-safe: whoever owns a core calls it from one thread. A failing request ends alone; what raises out of
+``step()`` is a fault of the engine or the model and ends every request.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_paged.cache.manager import KVCacheManager
+from hf_paged.cache.radix_tree import Namespace
+from hf_paged.config import EngineConfig
+from hf_paged.engine.request import FinishReason, Request
+from hf_paged.engine.scheduler import Scheduler
+from hf_paged.errors import InvalidRequestError
+from hf_paged.model.runner import ModelRunner
+from hf_paged.model.weights import WeightsWatch, runtime_signature
+from hf_paged.sampling.processors import processors_for
+from hf_paged.sampling.sampler import Sampled, SamplerState, sample
+from hf_paged.sampling_params import SamplingParams
+
+
+@dataclass
+class Completion:
+    """One completion in the engine: its request, and what the sampler keeps for it."""
+
+    request: Request
+    sampler: SamplerState
+    logprobs: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step brought for one completion: a token, the end, or both."""
+
+    request: Request
+    sampled: Sampled | None
+
+
+class EngineCore:
+    """Runs requests to their ends.
+
+    Args:
+        model: a loaded causal LM, which stays its user's.
+        config: see EngineConfig.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig) -> None:
+        self.model, self.config = model, config
+        cache = config.cache
+        assert cache.memory is None or isinstance(cache.memory, int)
+        self.runner = ModelRunner(
+            model,
+            block_size=cache.block_size,
+            memory=cache.memory,
+            num_blocks=cache.num_blocks,
+            attention_backend=cache.attention_backend,
+        )
+        self.manager = KVCacheManager(
+            self.runner.pool.num_blocks, cache.block_size, prefix_caching=config.prefix_caching
+        )
+        text = model.config.get_text_config(decoder=True)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", None),
+            policy=config.policy,
+        )
+        self.completions: dict[str, Completion] = {}
+        self._watch = WeightsWatch()
+        self._namespace: Namespace | None = None
+        self._unshared = 0
+        self._seeds = random.Random(config.seed) if config.seed is not None else None
+        self.eos_token_ids = _eos_of(model)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, row: int = 0, seed: int | None = None,
+        priority: int = 0, salt: str | None = None,
+    ) -> Request:  # fmt: skip
+        """Queue one completion of a prompt.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, too long or holds ids outside the vocabulary, or an option has a
+                value that transformers refuses.
+            OutOfBlocksError: it could never fit.
+        """
+        size = self.runner.vocab_size
+        bad = next((t for t in prompt if not 0 <= t < size), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"the prompt holds token id {bad}, the model's vocabulary is 0..{size - 1}: was it made with another "
+                "model's tokenizer?"
+            )
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        request = Request(
+            request_id,
+            array("q", prompt),
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=stop_ids,
+            priority=priority,
+            namespace=(*self._present_namespace(), ("salt", salt)),
+        )
+        try:
+            processors = processors_for(self.model, params, prompt, sorted(stop_ids)) if prompt else []
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(f"an option of the request is refused: {error}") from error
+        self.scheduler.add(request)
+        state = SamplerState(params, processors, self.new_seed() if seed is None else seed, row)
+        self.completions[request_id] = Completion(request, state)
+        return request
+
+    def new_seed(self) -> int:
+        """A seed for a request that names none."""
+        return secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
+
+    def abort(self, request_id: str) -> None:
+        """End a completion now. An unknown or finished id is no error."""
+        self.scheduler.abort(request_id)
+        self.completions.pop(request_id, None)
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """End a completion for what its text shows."""
+        self.scheduler.finish(request, reason, stop_reason)
+        self.completions.pop(request.request_id, None)
+
+    def fail_all(self, error: Exception) -> list[Request]:
+        """End every request with ``error``; returns them."""
+        failed = [*self.scheduler.running, *self.scheduler.waiting.values()]
+        for request in failed:
+            self.scheduler.fail(request, error)
+        self.completions.clear()
+        return failed
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Plan, run and sample once; returns what it brought, in the order of the plan."""
+        plan = self.scheduler.schedule()
+        events = [Event(request, None) for request in plan.ended]
+        if plan.chunks:
+            logits = self.runner.run(plan.chunks, [(c.src, c.dst) for c in plan.copies])
+            sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+            rows = [self.completions[request.request_id] for request in sampling]
+            chosen = sample(logits, [row.sampler for row in rows], [request.tokens for request in sampling])
+            tokens: dict[str, int] = {}
+            for request, row, result in zip(sampling, rows, chosen, strict=True):
+                if isinstance(result, Exception):
+                    self.scheduler.fail(request, result)
+                    events.append(Event(request, None))
+                else:
+                    tokens[request.request_id] = result.token
+                    if result.logprobs is not None:
+                        row.logprobs.append(result.logprobs)
+                    events.append(Event(request, result))
+            self.scheduler.update(plan, tokens)
+        for event in events:
+            if event.request.finished:
+                self.completions.pop(event.request.request_id, None)
+        return events
+
+    # -- what prefixes belong to -----------------------------------------------------------------------------------
+
+    def _present_namespace(self) -> Namespace:
+        """Weights and settings that prefixes are computed with; looked at whenever the engine comes out of idleness."""
+        if self._namespace is None or not self.scheduler.has_work:
+            self.runner.refresh()
+            signature, before = runtime_signature(self.runner.view), self._watch.epoch
+            epoch = self._watch.observe(self.runner.view)
+            if signature is None or epoch is None:  # nobody can tell whether they change: share nothing beyond this
+                self._unshared += 1
+                self._namespace = (("unshared", self._unshared),)
+            else:
+                self._namespace = (("weights", epoch), *signature)
+            if epoch is None or epoch != before:
+                present = self._namespace
+                self.manager.drop(lambda namespace: namespace[: len(present)] != present)
+        return self._namespace
+
+    def weights_changed(self) -> None:
+        """Forget every prefix, whatever the weights look like."""
+        self._watch.changed()
+        self._namespace = None
+
+
+def _eos_of(model: Any) -> frozenset[int]:
+    config = getattr(model, "generation_config", None)
+    eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)

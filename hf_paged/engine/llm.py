@@ -1,0 +1,324 @@
+"""``LLM``: continuous batching for a list of prompts, in the caller's thread.
+
+It owns text: tokenizing prompts, decoding outputs, stop texts, and putting the completions of a prompt together. The
+engine below it knows token ids only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_paged.config import EngineConfig
+from hf_paged.engine.core import Completion, EngineCore
+from hf_paged.engine.detokenizer import Detokenizer
+from hf_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from hf_paged.engine.request import FinishReason, Request
+from hf_paged.errors import ConfigError, InvalidRequestError
+from hf_paged.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass
+class _Part:
+    """One completion on its way."""
+
+    completion: Completion
+    output: CompletionOutput
+    decoder: Detokenizer | None
+
+
+@dataclass
+class _Group:
+    """A prompt and its completions."""
+
+    output: RequestOutput
+    params: SamplingParams
+    parts: dict[str, _Part] = field(default_factory=dict)
+    open: int = 0
+
+
+class LLM:
+    """A model under continuous batching over paged, shared KV blocks.
+
+    Args:
+        model: a loaded causal LM (it stays yours: its mode, config and attention are not touched), or an id, a folder
+            or ``"demo"``.
+        tokenizer: needed for text; found by itself where the model is named. Prompts of token ids need none.
+        config: an EngineConfig; ``options`` are its fields as keywords.
+
+    Each request gets what ``generate()`` gives for its row alone: with greedy search the same tokens in fp32; with
+    sampling the same distribution, reproducible for a seed whatever else is in the batch.
+
+    Raises UnsupportedError for models the engine cannot run, and ConfigError for a bad option.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, **options: Any) -> None:
+        if config is not None and options:
+            raise ConfigError("give LLM() either config or keywords, not both")
+        try:
+            self.config = config if config is not None else EngineConfig(**options)
+        except TypeError as error:
+            raise ConfigError(f"LLM() does not know an option: {error}") from error
+        if not hasattr(model, "forward"):
+            from hf_paged.model.loader import load
+
+            model, found = load(model, self.config.dtype)
+            tokenizer = tokenizer if tokenizer is not None else found
+        self.model, self.tokenizer = model, tokenizer
+        self.core = EngineCore(model, self.config)
+        self._numbers = itertools.count()
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[str, _Group] = {}
+
+    # -- calling it ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] = 0,
+        salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; returns one RequestOutput for each, in order.
+
+        Args:
+            prompts: texts, lists of token ids, or ``{"prompt_token_ids": [...]}`` / ``{"prompt": "..."}``.
+            sampling_params: one for all, or one for each. Without any: greedy, 16 tokens.
+            use_tqdm: show a progress bar.
+            priority: for policy "priority": lower is more urgent.
+            salt: prefixes are shared only among requests with the same one.
+
+        A request that goes wrong on the way has ``error`` set, and the others finish. Raises InvalidRequestError or
+        OutOfBlocksError, before anything runs, for one that can never run.
+        """
+        listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        params = _one_for_each("sampling_params", sampling_params or SamplingParams(temperature=0), listed)
+        urgencies = _one_for_each("priority", priority, listed)
+        groups: list[_Group] = []
+        try:
+            for prompt, own, urgency in zip(listed, params, urgencies, strict=True):
+                groups.append(self._add(prompt, own, urgency, salt))
+        except Exception:
+            for group in groups:
+                self._drop(group)
+            raise
+        self._run(groups, use_tqdm)
+        return [group.output for group in groups]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt and yield what there is after every step that added to it; the last one is finished.
+
+        Closing the iterator ends the request. Text that a stop text might still take back is not shown.
+        """
+        params = sampling_params or SamplingParams(temperature=0)
+        group = self._add(prompt, params, 0, None)
+        try:
+            while group.open:
+                touched = self._step()
+                if group in touched:
+                    yield group.output
+        finally:
+            self._drop(group)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Complete conversations; ``template_options`` go to the tokenizer's chat template."""
+        self._need_tokenizer("chat()")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if one else list(messages)
+        prompts = []
+        for conversation in conversations:
+            text = self.tokenizer.apply_chat_template(
+                list(conversation), tokenize=False, **{"add_generation_prompt": True, **template_options}
+            )
+            # the template writes special tokens itself
+            prompts.append(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix."""
+        self.core.manager.clear()
+
+    def weights_changed(self) -> None:
+        """Say that the weights changed in a way that cannot be seen from outside; prefixes are forgotten."""
+        self.core.weights_changed()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the scheduler and the cache."""
+        scheduler, cache = self.core.scheduler.stats(), self.core.manager.stats()
+        return {
+            **{name: getattr(scheduler, name) for name in scheduler.__slots__},
+            **{name: getattr(cache, name) for name in cache.__slots__},
+        }
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | None) -> _Group:
+        text, ids = self._tokenize(prompt)
+        if params.stop:
+            self._need_tokenizer("a stop text")
+        name = str(next(self._numbers))
+        group = _Group(RequestOutput(name, text, ids, []), params)
+        group.output.metrics = RequestMetrics(arrival_time=time.monotonic())
+        seed = self.core.new_seed() if params.seed is None else params.seed
+        try:
+            for row in range(params.n):
+                part = f"{name}-{row}"
+                self.core.add(part, ids, params, row=row, seed=seed, priority=priority, salt=salt)
+                decoder = None
+                if self.tokenizer is not None:
+                    decoder = Detokenizer(
+                        self.tokenizer, ids, tuple(params.stop), params.include_stop_str_in_output,
+                        params.skip_special_tokens,
+                    )  # fmt: skip
+                output = CompletionOutput(row, "", [])
+                if params.logprobs is not None:
+                    output.logprobs, output.cumulative_logprob = [], 0.0
+                group.output.outputs.append(output)
+                group.parts[part] = _Part(self.core.completions[part], output, decoder)
+                self._group_of[part] = group
+                group.open += 1
+        except Exception:
+            self._drop(group)
+            raise
+        self._groups[name] = group
+        return group
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if given is None:
+                raise InvalidRequestError(f"a prompt with keys {sorted(prompt)}: give prompt_token_ids or prompt")
+            prompt = given
+        if isinstance(prompt, str):
+            self._need_tokenizer("a text prompt")
+            ids = self.tokenizer(prompt)["input_ids"]
+            if not ids and self.tokenizer.bos_token_id is not None:
+                ids = [self.tokenizer.bos_token_id]
+            return prompt, list(ids)
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise InvalidRequestError("a prompt must be a text or a flat list of token ids")
+        return None, ids
+
+    def _need_tokenizer(self, what: str) -> None:
+        if self.tokenizer is None:
+            raise ConfigError(f"{what} needs a tokenizer: LLM(model, tokenizer)")
+
+    def _run(self, groups: Sequence[_Group], use_tqdm: bool) -> None:
+        bar = None
+        if use_tqdm:
+            from tqdm.auto import tqdm
+
+            bar = tqdm(total=len(groups), desc="requests", unit="req")
+        try:
+            while any(group.open for group in groups):
+                for group in self._step():
+                    if bar is not None and not group.open:
+                        bar.update()
+        finally:
+            if bar is not None:
+                bar.close()
+            for group in groups:
+                self._drop(group)
+
+    def _step(self) -> list[_Group]:
+        """One step of the engine; returns the groups it brought something for."""
+        try:
+            events = self.core.step()
+        except Exception as error:
+            for request in self.core.fail_all(error):
+                self._end(request)
+            raise
+        now, touched = time.monotonic(), []
+        for event in events:
+            request = event.request
+            group = self._group_of.get(request.request_id)
+            if group is None:
+                continue
+            part = group.parts[request.request_id]
+            metrics = group.output.metrics
+            if event.sampled is not None:
+                if metrics.first_token_time is None:
+                    metrics.first_token_time = now
+                part.output.token_ids.append(event.sampled.token)
+                if part.output.logprobs is not None and event.sampled.logprobs is not None:
+                    part.output.logprobs.append(event.sampled.logprobs)
+                    assert part.output.cumulative_logprob is not None
+                    part.output.cumulative_logprob += event.sampled.logprobs[event.sampled.token].logprob
+                self._take_text(request, part, event.sampled.token)
+            if request.finished:
+                self._end(request)
+            if group not in touched:
+                touched.append(group)
+        return touched
+
+    def _take_text(self, request: Request, part: _Part, token: int) -> None:
+        if part.decoder is None:
+            return
+        ended_by_token = request.finish_reason is FinishReason.STOP
+        if not ended_by_token or not self._is_special(token):
+            stop = part.decoder.push(token)
+            if stop is not None and len(part.output.token_ids) > request.min_tokens:
+                if not request.finished:
+                    self.core.finish(request, FinishReason.STOP, stop)
+                request.stop_reason, request.finish_reason = stop, FinishReason.STOP
+        part.output.text = part.decoder.text if request.finished else part.decoder.settled()
+
+    def _is_special(self, token: int) -> bool:
+        return token in self.tokenizer.all_special_ids
+
+    def _end(self, request: Request) -> None:
+        group = self._group_of.pop(request.request_id, None)
+        if group is None:
+            return
+        part = group.parts[request.request_id]
+        assert request.finish_reason is not None
+        part.output.finish_reason = request.finish_reason.value
+        stop_reason = request.stop_reason
+        part.output.stop_reason = None if stop_reason in self.core.eos_token_ids else stop_reason
+        if part.decoder is not None:
+            part.output.text = part.decoder.text
+        group.output.error = group.output.error or request.error
+        group.output.num_cached_tokens = max(group.output.num_cached_tokens, request.num_cached, 0)
+        group.output.metrics.num_preemptions += request.preemptions
+        group.open -= 1
+        if not group.open:
+            group.output.finished = True
+            group.output.metrics.finished_time = time.monotonic()
+
+    def _drop(self, group: _Group) -> None:
+        """Forget a group; what still runs of it is ended."""
+        for name in group.parts:
+            if self._group_of.pop(name, None) is not None:
+                self.core.abort(name)
+        self._groups.pop(group.output.request_id, None)
+
+
+def _is_one(prompts: Any) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    if hasattr(prompts, "ndim"):
+        return bool(prompts.ndim == 1)
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+def _one_for_each(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise ConfigError(f"{len(value)} {name} for {len(prompts)} prompts: give one for all or one for each")
+    return list(value)

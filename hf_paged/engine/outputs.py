@@ -1,0 +1,54 @@
+"""What callers get back: vLLM's shapes and names, so that its users can switch the import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_paged.sampling.sampler import Logprob
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt.
+
+    ``finish_reason`` is "stop", "length", "abort" or "error"; ``stop_reason`` the stop text or token id that ended it,
+    None for the model's own end of sequence. ``token_ids`` holds every token generated, ``text`` ends before a stop
+    text. ``logprobs`` has one dict a token when they were asked for, and ``cumulative_logprob`` then their sum over the
+    chosen tokens.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Seconds on the monotonic clock, and counts, of one request (of all its completions)."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """A request and what it has so far. ``error`` is set when it ended with one; its outputs then hold what came first.
+
+    ``num_cached_tokens`` are tokens of the prompt that earlier requests had computed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: Exception | None = None

@@ -1,0 +1,105 @@
+"""A request's processors: transformers' own, built as ``generate()`` builds them, and the few it has no equal for.
+
+Every option that changes scores is one of these, so its meaning and its place in the order are stock's by construction.
+They see the request alone: ids ``[1, tokens]``, scores ``[1, vocab]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_paged import compat
+from hf_paged.sampling_params import SamplingParams
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def processors_for(
+    model: Any, params: SamplingParams, prompt: Sequence[int], stop_ids: Sequence[int]
+) -> list[Processor]:
+    """What is applied to the scores of a request, in order. ``stop_ids`` are all the tokens that end it.
+
+    Raises what transformers raises for values it refuses (ValueError as a rule).
+    """
+    device = model.device
+    if params.plain:
+        return []
+    config = compat.GenerationConfig(
+        do_sample=not params.greedy,
+        num_beams=1,
+        num_return_sequences=1,
+        max_length=len(prompt) + params.max_tokens,
+        min_new_tokens=params.min_tokens or None,
+        temperature=None if params.greedy else params.temperature,
+        top_k=None if params.top_k <= 0 else params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p or None,
+        typical_p=params.typical_p,
+        epsilon_cutoff=params.epsilon_cutoff,
+        eta_cutoff=params.eta_cutoff,
+        repetition_penalty=params.repetition_penalty,
+        encoder_repetition_penalty=params.encoder_repetition_penalty,
+        no_repeat_ngram_size=params.no_repeat_ngram_size,
+        bad_words_ids=None if params.bad_words_ids is None else [list(w) for w in params.bad_words_ids],
+        sequence_bias=params.sequence_bias,
+        suppress_tokens=_listed(params.suppress_tokens),
+        begin_suppress_tokens=_listed(params.begin_suppress_tokens),
+        forced_bos_token_id=params.forced_bos_token_id,
+        forced_eos_token_id=params.forced_eos_token_id,
+        remove_invalid_values=params.remove_invalid_values,
+        exponential_decay_length_penalty=params.exponential_decay_length_penalty,
+        renormalize_logits=params.renormalize_logits,
+        eos_token_id=sorted(stop_ids) or None,
+    )
+    custom: list[Any] = list(params.logits_processors)
+    ids = torch.tensor([list(prompt)], device=device)
+    own = compat.logits_processors(model, config, ids, device, custom, params.prefix_allowed_tokens_fn)
+    first: list[Processor] = []
+    if params.logit_bias:
+        first.append(_Bias(params.logit_bias, device))
+    if params.presence_penalty or params.frequency_penalty:
+        first.append(_OutputPenalty(len(prompt), params.presence_penalty, params.frequency_penalty))
+    if params.allowed_token_ids is not None:
+        first.append(_Allowed(params.allowed_token_ids, device))
+    return [*first, *own]
+
+
+def _listed(ids: Sequence[int] | None) -> list[int] | None:
+    return None if ids is None else list(ids)
+
+
+class _Bias:
+    """Adds a number to the scores of some tokens."""
+
+    def __init__(self, bias: Any, device: torch.device) -> None:
+        self.ids = torch.tensor(list(bias.keys()), device=device)
+        self.values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_add(1, self.ids, self.values[None])
+
+
+class _OutputPenalty:
+    """OpenAI's penalties: ``presence`` off the score of each token in the output, ``frequency`` for each time it is."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(input_ids[0, self.prompt_length :], minlength=scores.shape[1])[: scores.shape[1]]
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+class _Allowed:
+    """Leaves only some tokens to choose from."""
+
+    def __init__(self, ids: Sequence[int], device: torch.device) -> None:
+        self.ids = torch.tensor(list(ids), device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(scores, float("-inf"))
+        masked[:, self.ids] = scores[:, self.ids]
+        return masked
