@@ -101,6 +101,10 @@ def fresh(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
                 parameter.normal_(0.0, 0.25)
             elif "sinks" in parameter_name:
                 parameter.normal_(0.0, 1.0)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                # zero keys and values would be just what is stored for padding: a leak could not be seen
+                module.weight[module.padding_idx].normal_(0.0, float(module.weight.std()))
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = None
     return model.to(dtype).eval()

@@ -50,6 +50,8 @@ class MaskAware(Protocol):
 
     def mask_hook(self, kind: str, attention_mask: torch.Tensor | None, query_length: int, plain: bool) -> bool: ...
 
+    def mask_traced(self, attention_mask: torch.Tensor | None) -> None: ...
+
 
 #: mask builders whose result the kernels can reproduce from positions alone, and the arguments that would change it
 _PLAIN_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
@@ -118,6 +120,8 @@ def _wrap_mask_arguments() -> None:
             plain = kind in _PLAIN_MASKS and all(builder.f_locals.get(name) is None for name in _OVERLAYS)
             if hook(kind, attention_mask, inputs_embeds.shape[1], plain):
                 return True, None, None, None, None, None, None
+        elif hook is not None and own is not None:
+            own.mask_traced(attention_mask)
         return original(config, inputs_embeds, attention_mask, *args, **kwargs)
 
     functools.update_wrapper(mask_arguments, original)

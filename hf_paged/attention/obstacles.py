@@ -60,7 +60,8 @@ def call_obstacle(
 def mask_obstacle(mask: Any, seen: torch.Tensor) -> Obstacle | None:
     """Whether ``mask``, as stock attention got it, hides exactly what ``seen`` (bool ``[B, 1, Q, K]``) hides."""
     if mask is None:
-        visible = torch.ones_like(seen).tril(seen.shape[-1] - seen.shape[-2])  # what is_causal means
+        # as scaled_dot_product_attention takes is_causal: the first query on the first key; one query sees all
+        visible = torch.ones_like(seen).tril() if seen.shape[-2] > 1 else torch.ones_like(seen)
     elif isinstance(mask, torch.Tensor) and mask.ndim == 4:
         visible = mask[..., : seen.shape[-1]]
         if visible.dtype != torch.bool:

@@ -84,17 +84,19 @@ def _machine_memory() -> int | None:
 
 
 def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the container's limit leaves (cgroup v2, then v1); None without a limit."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    """What the container's limit leaves (cgroup v2, then v1), file cache counted as free; None without a limit."""
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         try:
             allowed, taken = (root / limit).read_text().strip(), (root / used).read_text().strip()
-        except OSError:
+            fields = dict(line.split(None, 1) for line in (root / stat).read_text().splitlines())
+        except (OSError, ValueError):
             continue
         if allowed.isdigit() and int(allowed) < 1 << 60:  # "max", or a huge number in v1: no limit
-            return max(int(allowed) - int(taken), 0)
+            cached = sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
+            return min(int(allowed), max(int(allowed) - int(taken) + cached, 0))
     return None
 
 

@@ -311,7 +311,7 @@ class Scheduler:
             record=request.num_cached < 0,
         )
         # The match is pinned, so what it holds counts neither as free nor as evictable.
-        missing = num_blocks_for(request.num_tokens, size) - match.num_tokens // size
+        missing = self._missing_blocks(request, match.num_tokens)
         expected = missing + self._expected_blocks(request) - num_blocks_for(request.num_tokens, size)
         for running in self.running:
             assert running.table is not None
@@ -319,8 +319,11 @@ class Scheduler:
         if self.running and expected > manager.num_available_blocks:
             manager.release(match)
             return False
-        table = manager.adopt(match, match.num_tokens)
-        request.num_computed = match.num_tokens
+        found = match.num_tokens
+        if not self.running and self._missing_blocks(request, found) > manager.num_available_blocks:
+            found -= found % size  # without the copy of a block shared in part, it may fit after all
+        table = manager.adopt(match, found)
+        request.num_computed = found
         count = self._count(request, plan.budget)
         try:
             if not manager.can_append([table], [request.num_missing]):
@@ -343,11 +346,15 @@ class Scheduler:
             return False
         del self.waiting[request.request_id]
         if request.num_cached < 0:
-            request.num_cached = match.num_tokens
+            request.num_cached = found
         request.table, request.status = table, Status.RUNNING
         self.running.append(request)
         plan.add(request, count)
         return True
+
+    def _missing_blocks(self, request: Request, found: int) -> int:
+        """Blocks a waiting request needs besides ``found`` tokens in shared ones; one shared in part is copied."""
+        return num_blocks_for(request.num_tokens, self.manager.block_size) - found // self.manager.block_size
 
     def _expected_blocks(self, request: Request) -> int:
         """Blocks that a request is expected to hold before it ends, at least those of its present tokens."""

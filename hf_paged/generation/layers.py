@@ -5,8 +5,8 @@ to put them there and to attend. It never touches block tables.
 
 Native or gathered? In a *native* forward ``update()`` returns only the new keys, tagged; the attention dispatcher finds
 the tag (the layer itself) and calls :meth:`PagedLayer.attend`, which reads everything else through the block tables.
-In a *gathered* forward
-``update()`` returns what the stock layer would have returned, and the stock attention runs unchanged.
+In a
+*gathered* forward ``update()`` returns what the stock layer would have returned, and stock attention runs unchanged.
 
 Under ``torch.compile`` the same two ways are the two operators of ``attention.ops``: what they do to blocks happens
 outside the graph, when it runs. A native layer then stores its keys in the attention call rather than in ``update()``.
@@ -64,9 +64,9 @@ class PagedLayer(compat.DynamicLayer):
         self._graph: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: a native update whose attention has not been seen yet
         self.unattended = False
-        #: keys handed out by a compiled ``update()`` that their attention call has yet to store
-        self.pending = False
-        self.token = ops.token_for(self)
+        #: the last update was a traced one: its attention call has to store the keys
+        self.traced = False
+        state.opaque_layers[layer_idx] = self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(columns={self.length})"
@@ -102,7 +102,7 @@ class PagedLayer(compat.DynamicLayer):
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.check_attended()
-        self.pending = False
+        self.traced = False
         start = self.length
         plan = self._store(key_states, value_states, start)
         self._keep_graph(start, key_states, value_states)
@@ -120,25 +120,30 @@ class PagedLayer(compat.DynamicLayer):
         return keys, values
 
     #: with gradients on, the states have to stay in the graph: one break per layer
-    _update_uncompiled = torch.compiler.disable(_update)
+    _update_uncompiled = ops.outside_graphs(_update)
 
     def _update_traced(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``update()`` while torch.compile traces it: bookkeeping here, blocks when the graph runs."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            uncompiled: tuple[torch.Tensor, torch.Tensor] = self._update_uncompiled(key_states, value_states)
-            return uncompiled
+            return self._update_uncompiled(key_states, value_states)
         if self.unattended:
             self.check_attended()
         start, width = self.length, key_states.shape[-2]
         self.length = start + width
         probed = self.layer_idx in self.profile.obstacles
         if probed and self.profile.native and not self.state.force_gather:
-            self.unattended = self.pending = True
+            self.unattended = self.traced = True
             keys = key_states.view_as(key_states)
             setattr(keys, TAG, self)
             return keys, value_states
-        columns = self.length - self._first_column(start)
-        gathered: tuple[torch.Tensor, torch.Tensor] = ops.gathered(key_states, value_states, self.token, start, columns)
+        gathered: tuple[torch.Tensor, torch.Tensor] = ops.gathered(
+            key_states,
+            value_states,
+            self.state.token,
+            self.layer_idx,
+            start,
+            self.length - self._first_column(start),
+        )
         return gathered
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StepPlan:
@@ -166,7 +171,7 @@ class PagedLayer(compat.DynamicLayer):
     def check_attended(self) -> None:
         """Raise InternalError when the last native update was not followed by its attention; later calls gather."""
         if self.unattended:
-            self.unattended = self.pending = False
+            self.unattended = self.traced = False
             self.profile.record(self.layer_idx, Obstacle("its attention was once not called"))
             raise InternalError(
                 f"layer {self.layer_idx}: its keys were read without calling its attention interface, so that step "
@@ -188,7 +193,7 @@ class PagedLayer(compat.DynamicLayer):
         first = self._first_column(before)
         if before == first:
             return key_states.contiguous(), value_states.contiguous()
-        if self._graph:
+        if self._graph and sum(k.shape[-2] for k, _ in self._graph) == self.length:
             parts_k, parts_v = zip(*self._graph, strict=True)
             return torch.cat(parts_k, dim=-2)[:, :, first:], torch.cat(parts_v, dim=-2)[:, :, first:]
         past_k, past_v = self.columns(first, before)
@@ -234,7 +239,7 @@ class PagedLayer(compat.DynamicLayer):
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.state, other._graph = state, []
-        other.token = ops.token_for(other)
+        state.opaque_layers[other.layer_idx] = other
         return other
 
     # -- what transformers asks ----------------------------------------------------------------------------------
@@ -254,6 +259,7 @@ class PagedLayer(compat.DynamicLayer):
 
     # -- per-layer edits; PagedCache does the whole-cache versions in one go --------------------------------------
 
+    @ops.outside_graphs
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(
@@ -261,16 +267,17 @@ class PagedLayer(compat.DynamicLayer):
             )
         self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
         self._graph.clear()
-        self.unattended = self.pending = False
+        self.unattended = self.traced = False
         self.state.truncate(self.length)
 
+    @ops.outside_graphs
     def reset(self) -> None:
         self.forget()
         self.state.truncate(0)
 
     def forget(self) -> None:
         """Start again at column 0; the rows' blocks are the state's to give back."""
-        self.length, self.unattended, self.pending = 0, False, False
+        self.length, self.unattended, self.traced = 0, False, False
         self._graph.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -361,8 +368,8 @@ class PagedLayer(compat.DynamicLayer):
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> AttentionOutput:
-        if self.pending:  # tagged by a compiled update(); KV-sharing layers come again and find it stored
-            return self._attend_deferred(impl, stock, module, query, key, value, attention_mask, kwargs)
+        if self.traced:  # KV-sharing layers come again and find the keys stored
+            return self._attend_traced(impl, stock, module, query, key, value, attention_mask, kwargs)
         plan = self.state.plan
         unchanged = self._values is not None and self._values() is value
         if plan is None or not plan.native:
@@ -407,7 +414,7 @@ class PagedLayer(compat.DynamicLayer):
 
     # -- the same under torch.compile ----------------------------------------------------------------------------
 
-    def _attend_deferred(
+    def _attend_traced(
         self,
         impl: str | None,
         stock: AttentionFn,
@@ -420,7 +427,8 @@ class PagedLayer(compat.DynamicLayer):
     ) -> AttentionOutput:
         """The attention of keys that a traced ``update()`` tagged: one operator, or two when a kernel cannot do it.
 
-        Traced as a rule; run as it stands where the graph broke between the two.
+        Traced as a rule; run as it stands where the graph broke between the two. A mask of None may mean that none is
+        needed, or that the mask hook saw to it outside the graph: only the run knows.
         """
         self.unattended = False
         width = key.shape[2]
@@ -435,11 +443,32 @@ class PagedLayer(compat.DynamicLayer):
         ):
             params = self.params(module, query, kwargs)
             out = ops.attention(
-                query, key, value, attention_mask, self.token, start, params.scaling, params.softcap, params.sinks
-            )
+                query, key, value, attention_mask, self.state.token, self.layer_idx, start, params.scaling,
+                params.softcap, params.sinks,
+            )  # fmt: skip
             return out, None
-        keys, values = ops.gathered(key, value, self.token, start, self.length - self._first_column(start))
+        if attention_mask is None:
+            return self._attend_without_mask(impl, stock, module, query, key, value, kwargs)
+        columns = self.length - self._first_column(start)
+        keys, values = ops.gathered(key, value, self.state.token, self.layer_idx, start, columns)
         return stock(module, query, keys, values, attention_mask, **kwargs)
+
+    @ops.outside_graphs
+    def _attend_without_mask(
+        self,
+        impl: str | None,
+        stock: AttentionFn,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> AttentionOutput:
+        """Stock attention after a traced update, with the mask that was left out, if one was."""
+        keys, values = self.run_gathered(key, value, self.length - key.shape[2])
+        plan = self.state.plan
+        mask = self.stock_mask(impl, query, kwargs.get("sliding_window")) if plan is not None and plan.native else None
+        return stock(module, query, keys, values, mask, **kwargs)
 
     def run_gathered(self, key: torch.Tensor, value: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``hf_paged::gathered`` when the graph runs."""
@@ -461,20 +490,30 @@ class PagedLayer(compat.DynamicLayer):
     ) -> torch.Tensor:
         """``hf_paged::attention`` when the graph runs: by the kernel when the mask is the usual one."""
         plan = self._store(key, value, start)
+        self._graph.clear()
         window = None if self.chunk is not None else self.window
         params = AttentionParams(scaling, window, softcap, self.chunk, sinks)
-        # one mask serves all layers of a kind, so it is compared once a step
-        which = (self.window, self.chunk, None if mask is None else mask.data_ptr())
-        usual = plan.masks.get(which)
-        if usual is None:
-            usual = plan.masks[which] = mask_obstacle(mask, self.stock_mask("sdpa", query)) is None
+        left_out = mask is None and plan.native  # the mask hook ran outside the graph and found the mask usual
         assert self.kv is not None
-        if usual and self.backend.unsupported_call(self.kv.spec, params) is None:
+        if (left_out or self._is_usual(mask, query, plan)) and self.backend.unsupported_call(
+            self.kv.spec, params
+        ) is None:
             self.profile.native_calls += 1
             return self._attend_blocks(query, plan, params)
         self.profile.gathered_calls += 1
         keys, values = self.gathered(key, value)
-        return attend_dense(query, keys, values, mask, params)
+        return attend_dense(query, keys, values, self.stock_mask("sdpa", query) if left_out else mask, params)
+
+    def _is_usual(self, mask: torch.Tensor | None, query: torch.Tensor, plan: StepPlan) -> bool:
+        """Whether a mask hides what positions, padding and window hide. Looked at for each layer: compiled code may
+        write the next layer's mask into the same memory."""
+        kind = (self.window, self.chunk)
+        seen = plan.masks.get(kind)
+        if seen is None:
+            seen = plan.masks[kind] = self.stock_mask("sdpa", query)
+        if mask is not None and mask.dtype == torch.bool and mask.shape == seen.shape and torch.equal(mask, seen):
+            return True
+        return mask_obstacle(mask, seen) is None
 
 
 class PagedSlidingLayer(PagedLayer):

@@ -80,7 +80,7 @@ class ModelKV:
                 getattr(value, "__module__", None) == ours
                 for home in homes
                 if home.startswith("transformers.models.") or not home.startswith(("transformers.", "torch."))
-                for value in vars(sys.modules[home]).values()
+                for value in list(vars(sys.modules.get(home, compat)).values())
             )
         return self._stock_masks
 
@@ -169,8 +169,9 @@ def clear(model: Any) -> None:
 def weights_changed(model: Any) -> None:
     """Say that the weights of ``model`` changed in a way that cannot be seen from outside.
 
-    In-place writes, optimizer steps, ``load_state_dict`` and adapter switches are noticed without this. It is for
-    partial writes through ``.data`` to models above 2 GiB on CPU, whose bytes are only sampled.
+    In-place writes, optimizer steps, ``load_state_dict``, adapter switches and attributes of modules (numbers, text,
+    tensors, collections of them) are noticed without this. It is for partial writes through ``.data`` to models above
+    2 GiB on CPU, whose bytes are only sampled, and for values that a module reads from elsewhere (a global, a closure).
     """
     kv = known(model)
     if kv is not None:

@@ -15,6 +15,7 @@ import torch
 
 from hf_paged import compat
 from hf_paged.attention import registry
+from hf_paged.attention.ops import outside_graphs
 from hf_paged.config import CacheConfig
 from hf_paged.errors import ConfigError, UnsupportedError
 from hf_paged.generation.layers import PagedLayer, PagedSlidingLayer
@@ -88,12 +89,8 @@ class PagedCache(compat.DynamicCache):
         if not self.paged_layers:
             return False
         start = self.paged_layers[0].length
+        self.check_mask_given(attention_mask)
         if attention_mask is None:
-            if self.state.padded:
-                raise UnsupportedError(
-                    "this PagedCache was filled with left-padded rows, whose padding it does not store, but the "
-                    "forward comes without an attention_mask. Pass the 2D mask of all columns so far."
-                )
             known = plain
         elif isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             known = self.state.observe_mask(attention_mask, start, query_length) and plain
@@ -106,13 +103,28 @@ class PagedCache(compat.DynamicCache):
         self.state.native_for = (start, query_length)
         return True
 
-    # -- whole-cache edits ---------------------------------------------------------------------------------------
+    def check_mask_given(self, attention_mask: Any) -> None:
+        """Raise UnsupportedError for a forward without mask over rows whose padding is not stored."""
+        if attention_mask is None and self.state.padded:
+            raise UnsupportedError(
+                "this PagedCache was filled with left-padded rows, whose padding it does not store, but the "
+                "forward comes without an attention_mask. Pass the 2D mask of all columns so far."
+            )
 
+    def mask_traced(self, attention_mask: Any) -> None:
+        """The mask hook while torch.compile traces: the mask is built, and says nothing about the model."""
+        self.check_mask_given(attention_mask)
+        self.state.mask_known = False
+
+    # -- whole-cache edits: of block tables, so never part of a graph ----------------------------------------------
+
+    @outside_graphs
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (a negative number, as in transformers 5)."""
         for layer in self.layers:
             layer.crop(tokens_to_remove)
 
+    @outside_graphs
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was: a permutation of tables, copied on write."""
         self._select(beam_idx.tolist())
@@ -120,6 +132,7 @@ class PagedCache(compat.DynamicCache):
             if not isinstance(layer, PagedLayer):
                 layer.reorder_cache(beam_idx)
 
+    @outside_graphs
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times in place: ``a b`` becomes ``a a b b``."""
         if self.state.tables or self.state.pads_known:
@@ -129,6 +142,7 @@ class PagedCache(compat.DynamicCache):
             if not isinstance(layer, PagedLayer):
                 layer.batch_repeat_interleave(repeats)
 
+    @outside_graphs
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep only the rows in ``indices`` (integers or a boolean mask), in that order."""
         rows = torch.as_tensor(indices)
@@ -149,6 +163,7 @@ class PagedCache(compat.DynamicCache):
         for layer in self.paged_layers:
             layer.check_attended()
 
+    @outside_graphs
     def reset(self) -> None:
         """Forget everything and give the blocks back; the cache can be used again."""
         self.free()
@@ -156,6 +171,7 @@ class PagedCache(compat.DynamicCache):
             if not isinstance(layer, PagedLayer):
                 layer.reset()
 
+    @outside_graphs
     def free(self) -> None:
         """Give every block back to the pool now instead of at garbage collection. Idempotent."""
         self.state.release()

@@ -175,10 +175,8 @@ def _can_continue(model: Any, tokens: list[int]) -> bool:
     }  # fmt: skip
     calls_here.stock_only = True
     try:
-        whole = model.generate(ids, **options).logits[0].float()
-        head = model.generate(ids[:, : ids.shape[1] // 2], **options)
-        cache = getattr(head, compat.CACHE_KWARG)
-        rest = model.generate(ids, **{compat.CACHE_KWARG: cache}, **options).logits[0].float()
+        with torch.compiler.set_stance("force_eager"):  # the user's compiled forward need not learn these shapes
+            return _same_in_two_parts(model, ids, options)
     except Exception as error:  # whatever stock raises means the same: it cannot
         logger.info(
             "paged: prefixes are not reused for %s, it cannot go on from a cache: %s", type(model).__name__, error
@@ -186,6 +184,13 @@ def _can_continue(model: Any, tokens: list[int]) -> bool:
         return False
     finally:
         calls_here.stock_only = False
+
+
+def _same_in_two_parts(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> bool:
+    whole = model.generate(ids, **options).logits[0].float()
+    head = model.generate(ids[:, : ids.shape[1] // 2], **options)
+    cache = getattr(head, compat.CACHE_KWARG)
+    rest = model.generate(ids, **{compat.CACHE_KWARG: cache}, **options).logits[0].float()
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     if float((whole - rest).abs().max()) <= tolerance * float(whole.abs().max()):
         return True

@@ -8,6 +8,7 @@ a forward, and ``PagedCache`` tells it about crops, reorders and masks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hf_paged.attention import ops
 from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.ops import OpaqueLayer
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.manager import KVCacheManager, PrefixMatch
 from hf_paged.errors import InternalError, InvalidRequestError, OutOfBlocksError, UnsupportedError
@@ -50,8 +53,8 @@ class StepPlan:
     ) -> None:
         self.start, self.width, self.native, self.mask_known = start, width, native, mask_known
         self.pads_np, self.slots_np, self.tables_np = pads, slots, tables
-        #: in compiled forwards: (window, chunk, address) of a mask -> whether it is the usual one
-        self.masks: dict[tuple[int | None, int | None, int | None], bool] = {}
+        #: in compiled forwards: (window, chunk) of a layer -> the mask it should get
+        self.masks: dict[tuple[int | None, int | None], torch.Tensor] = {}
         self._slots: dict[torch.device, torch.Tensor] = {}
         self._metadata: dict[torch.device, AttentionMetadata] = {}
 
@@ -112,6 +115,11 @@ class BatchState:
         self.plan: StepPlan | None = None
         #: no kernel may be used, whatever the model allows
         self.force_gather = False
+        #: some row begins with padding, which is not stored
+        self.padded = False
+        #: by layer index, for operators in compiled graphs, which name this state by its token
+        self.opaque_layers: weakref.WeakValueDictionary[int, OpaqueLayer] = weakref.WeakValueDictionary()
+        self.token = ops.token_for(self)
         #: while identical prompts are prefilled: index of the row whose blocks row i uses
         self.leaders: list[int] | None = None
         #: the same for rows that keep blocks of their own for now, and share them only if memory is short
@@ -236,6 +244,7 @@ class BatchState:
         self.pads_np = pads.astype(np.int64)
         self.pads_known = True
         self._max_pad = int(pads.max()) if len(pads) else 0
+        self.padded = self._max_pad > 0
         self._rows = np.arange(len(pads))
 
     def observe_mask(self, mask: torch.Tensor, start: int, width: int) -> bool:
@@ -260,10 +269,6 @@ class BatchState:
     def keep_padding(self, batch: int) -> None:
         """Treat every column as a token: nothing is known to be padding, or the caller wants to see it."""
         self.set_pads(np.zeros(batch, dtype=np.int64))
-
-    @property
-    def padded(self) -> bool:
-        return self.pads_known and self._max_pad > 0
 
     def share_prompts(self, leaders: list[int], now: bool) -> None:
         """Until :meth:`end_prompt`, row ``i`` is the same prompt as row ``leaders[i]``.
@@ -332,7 +337,7 @@ class BatchState:
     def release(self) -> None:
         """Give every block back and start over, empty."""
         _free_all(self.shared, self.tables)
-        self.pads_np, self.pads_known = np.zeros(0, dtype=np.int64), False
+        self.pads_np, self.pads_known, self.padded = np.zeros(0, dtype=np.int64), False, False
         self.length, self.plan, self.leaders, self.alike, self._dirty = 0, None, None, None, True
         self.native_for = self.mask_known = None
 

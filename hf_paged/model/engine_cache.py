@@ -195,6 +195,9 @@ class EngineCache(compat.DynamicCache):
             raise UnsupportedError(f"the model adds to its {kind}, which packed requests cannot follow")
         return self.packed
 
+    def mask_traced(self, attention_mask: Any) -> None:
+        """Under torch.compile the mask is built, which packed layers refuse."""
+
     def check_attended(self) -> None:
         """Raise InternalError when a layer's keys were not followed by its attention: the step was wrong."""
         if self.unattended:

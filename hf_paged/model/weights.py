@@ -8,9 +8,13 @@ True)`` moves only pointers, adapters change neither.
 
 from __future__ import annotations
 
+import enum
+import hashlib
+import itertools
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module as module_internals
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -125,40 +129,52 @@ def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
             return None
         attributes = []
         for key, value in own.items():
-            if key in _MODULE_INTERNALS:
+            if key in _MODULE_INTERNALS or key == "forward":  # which was looked at above
                 continue
             if isinstance(value, torch.ScriptObject):
                 return None
             known = _frozen(value) if key in _ADAPTER_STATE else _attribute(value)
             if known is not None:
                 attributes.append((key, known))
-        structure.append((name, type(module), tuple(attributes)))
+        structure.append((name, id(type(module)), type(module).__qualname__, attributes))
     return (
         ("config", _frozen_config(getattr(model, "config", None))),
-        ("structure", hash(tuple(structure))),
+        ("structure", hashlib.blake2b(repr(structure).encode(), digest_size=16).hexdigest()),
         ("storage", *storage_key(model)),
         ("attention", compat.attention_implementation(getattr(model, "config", None))),
     )
 
 
-_PLAIN = (int, float, str, bool, type(None))
-#: a list longer than this is data, not a setting
-_LONGEST_SETTING = 1024
+#: a collection longer than this is data, not a setting; and settings are not nested deeper than this
+_LONGEST_SETTING, _DEEPEST_SETTING = 4096, 4
 
 
-def _attribute(value: Any) -> Any:
-    """What an attribute of a module contributes to the structure: its value where that can be read, else nothing."""
-    if isinstance(value, _PLAIN):
-        return value
+def _attribute(value: Any, depth: int = 0) -> Any:
+    """What an attribute of a module contributes to the structure, as nested tuples of text; None for nothing.
+
+    Text, because Python hashes -1 and -2 alike, and 0, 0.0 and False.
+    """
+    if value is None or isinstance(value, torch.nn.Module) or hasattr(value, "get_text_config"):
+        return None  # submodules and configurations are looked at by themselves
+    if isinstance(value, int | float | str | bool | bytes | complex | enum.Enum | torch.dtype | torch.device):
+        return repr(value)
     if isinstance(value, torch.Tensor):
         if not _readable(value) or value.is_quantized:
-            return id(value)
-        return (value.shape, value.dtype, checksum([value]))
-    if isinstance(value, list | tuple) and len(value) <= _LONGEST_SETTING:
-        return tuple(_attribute(v) for v in value)
-    if isinstance(value, dict) and len(value) <= _LONGEST_SETTING:
-        return tuple((str(k), _attribute(v)) for k, v in value.items())
-    return None
+            return f"tensor {id(value)}"
+        return repr((tuple(value.shape), value.dtype, checksum([value])))
+    if isinstance(value, np.ndarray | np.generic):
+        return repr((value.shape, value.dtype, hash(value.tobytes()) if value.dtype != object else id(value)))
+    if depth >= _DEEPEST_SETTING or isinstance(value, type) or callable(value):
+        return f"{type(value).__qualname__} {id(value)}"
+    if isinstance(value, dict):
+        items = [(str(k), _attribute(v, depth + 1)) for k, v in itertools.islice(value.items(), _LONGEST_SETTING)]
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = [("", _attribute(v, depth + 1)) for v in itertools.islice(value, _LONGEST_SETTING)]
+    else:
+        kept = getattr(value, "__dict__", {})
+        items = [(k, _attribute(v, depth + 1)) for k, v in itertools.islice(kept.items(), _LONGEST_SETTING)]
+        items.append((type(value).__qualname__, None))
+    return (type(value).__name__, *items)
 
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)  # "training" among them
@@ -187,15 +203,15 @@ def _moves_with_length(rope_type: Any) -> bool:
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
-def _frozen_config(config: Any) -> int:
-    """A hash of a configuration's values, those of nested ones included."""
+def _frozen_config(config: Any) -> str:
+    """A digest of a configuration's values, those of nested ones included."""
 
     def freeze(value: Any) -> Any:
         if hasattr(value, "get_text_config"):
             return tuple(sorted((k, freeze(v)) for k, v in vars(value).items() if not k.startswith("_")))
         return repr(value)
 
-    return hash(str(freeze(config)))
+    return hashlib.blake2b(repr(freeze(config)).encode(), digest_size=16).hexdigest()
 
 
 def storage_key(model: torch.nn.Module) -> tuple[Any, ...]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,14 +233,18 @@ class _Gain(torch.nn.Module):
         self.inner, self.gain = inner, gain
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gain = next(iter(self.gain.values())) if isinstance(self.gain, dict) else self.gain
-        return self.inner(x) * (gain[0] if isinstance(gain, list) else gain)
+        gain = next(iter(self.gain.values())) if isinstance(self.gain, dict) else getattr(self.gain, "value", self.gain)
+        return self.inner(x) * float(gain[0] if isinstance(gain, list | np.ndarray) else gain)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (1.0, 3.0),
+        (-1.0, -2.0),  # Python hashes the two alike
+        pytest.param(np.float32(1), np.float32(4), id="numpy"),
+        pytest.param(np.array([1.0], np.float32), np.array([4.0], np.float32), id="array"),
+        pytest.param(SimpleNamespace(value=1.0), SimpleNamespace(value=4.0), id="object"),
         pytest.param(torch.tensor(1.0), torch.tensor(3.0), id="tensor"),
         pytest.param([1.0], [3.0], id="list"),
         pytest.param({"a": [1.0]}, {"a": [3.0]}, id="dict"),
@@ -254,3 +260,16 @@ def test_an_attribute_that_acts_like_a_weight(before: Any, after: Any) -> None:
         gain.gain = after
         assert not torch.equal(stock(model, PROMPT), first), "the test needs a change that matters"
         assert torch.equal(paged(model, PROMPT), stock(model, PROMPT))
+
+
+def test_modules_of_unusual_origin_and_attributes_that_hold_themselves() -> None:
+    model = zoo.fresh("llama")
+    cyclic: dict[str, Any] = {"a": 1}
+    cyclic["self"] = cyclic
+    model.model.settings = cyclic
+    odd = type("Odd", (torch.nn.Identity,), {"__module__": "never_imported"})
+    model.model.odd = odd()
+    with registered():
+        for _ in range(2):
+            assert torch.equal(paged(model, PROMPT), stock(model, PROMPT))
+        assert hf_paged.cache_stats(model).hit_tokens > 0

@@ -14,11 +14,33 @@ from hf_paged.cache import pool
     ("files", "want"),
     [
         ({}, None),
-        ({"memory.max": "max\n", "memory.current": "5000\n"}, None),
-        ({"memory.max": "8000\n", "memory.current": "5000\n"}, 3000),
-        ({"memory.max": "8000\n", "memory.current": "9000\n"}, 0),
-        ({"memory/memory.limit_in_bytes": "8000", "memory/memory.usage_in_bytes": "1000"}, 7000),
-        ({"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "1000"}, None),
+        ({"memory.max": "max\n", "memory.current": "5000\n", "memory.stat": "anon 1\n"}, None),
+        ({"memory.max": "8000\n", "memory.current": "5000\n", "memory.stat": "anon 5000\n"}, 3000),
+        ({"memory.max": "8000\n", "memory.current": "9000\n", "memory.stat": ""}, 0),
+        (
+            {
+                "memory.max": "8000\n",
+                "memory.current": "7900\n",
+                "memory.stat": "anon 900\ninactive_file 5000\nactive_file 2000\n",
+            },
+            7100,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "8000",
+                "memory/memory.usage_in_bytes": "1000",
+                "memory/memory.stat": "cache 3\n",
+            },
+            7000,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "memory/memory.usage_in_bytes": "1000",
+                "memory/memory.stat": "",
+            },
+            None,
+        ),
     ],
 )
 def test_what_a_containers_limit_leaves(tmp_path: Path, files: dict[str, str], want: int | None) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from hf_paged.attention.backends.base import AttentionBackend
 from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
+from hf_paged.errors import InternalError
 
 #: Query rows are taken in pieces so that one score matrix stays below this many elements.
 _MAX_SCORE_ELEMENTS = 1 << 24
@@ -132,26 +133,36 @@ def _attend_rows(
 def attend_dense(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, params: AttentionParams
 ) -> torch.Tensor:
-    """``query [B, Hq, W, Dk]`` over dense ``k, v [B, Hkv, K, D]`` under a mask of the caller's, in float32.
+    """``query [B, Hq, W, Dk]`` over dense ``k, v [B, Hkv, K, D]`` under a mask of the caller's.
 
     ``mask`` is bool or additive, ``[B | 1, 1 | Hq, W, K]``; None means causal, the first query on the first key, as in
     ``scaled_dot_product_attention(is_causal=True)``, or no mask for a single query. Windows and chunks are the mask's
-    affair. Returns ``[B, W, Hq, Dv]``.
+    affair. Returns ``[B, W, Hq, Dv]``. With a softcap or sinks the scores are made in float32, all at once.
     """
-    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // k.shape[1]
-    keys, values = (x.to(compute).repeat_interleave(group, 1) for x in (k, v))
-    scores = query.to(compute) @ keys.transpose(2, 3) * params.scaling
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if mask is not None and mask.shape[-1] < k.shape[2]:
+        raise InternalError(f"a mask of {mask.shape[-1]} columns for {k.shape[2]} keys")
+    if mask is not None:
+        mask = mask[..., : k.shape[2]]
+    if params.softcap is None and params.sinks is None:
+        causal = mask is None and query.shape[2] > 1
+        additive = mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, additive, is_causal=causal, scale=params.scaling
+        )
+        return out.transpose(1, 2).contiguous()
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = query.to(compute) @ keys.to(compute).transpose(2, 3) * params.scaling
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        mask = mask[..., : scores.shape[-1]]
         scores = scores.masked_fill(~mask, torch.finfo(compute).min) if mask.dtype == torch.bool else scores + mask
     if params.sinks is not None:
         sinks = params.sinks.to(query.device, compute)[None, :, None, None].expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)
-    return (weights @ values).transpose(1, 2).to(query.dtype).contiguous()
+    return (weights @ values.to(compute)).transpose(1, 2).to(query.dtype).contiguous()

@@ -2,6 +2,7 @@
 // Compiled for the baseline of the architecture; the code here is bound by memory, not by arithmetic.
 #include "hfp_abi.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -108,6 +109,19 @@ constexpr uintptr_t kHugePage = 2 << 20;  // where they are of another size, adv
 inline uintptr_t huge_floor(uintptr_t x) { return x & ~(kHugePage - 1); }
 inline uintptr_t huge_ceil(uintptr_t x) { return huge_floor(x + kHugePage - 1); }
 
+// Whether huge pages are switched off on this machine. MADV_COLLAPSE would not ask.
+bool huge_pages_allowed() {
+    static const bool allowed = [] {
+        char text[64] = {0};
+        FILE* file = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "r");
+        if (!file) return false;
+        const size_t n = fread(text, 1, sizeof(text) - 1, file);
+        fclose(file);
+        return n > 0 && !strstr(text, "[never]");
+    }();
+    return allowed;
+}
+
 // Bytes [0, before) of a tensor have been in use, and now [0, now) are. Advice may be refused; it is only advice. Only
 // huge pages that lie within the tensor: the rest of one would be memory nobody asked for.
 void advise_tensor(void* data, int64_t size, int64_t before, int64_t now) {
@@ -117,7 +131,7 @@ void advise_tensor(void* data, int64_t size, int64_t before, int64_t now) {
     const bool entered = base + static_cast<uintptr_t>(before) > first + kHugePage;
     const uintptr_t from = entered ? huge_ceil(base + static_cast<uintptr_t>(before)) : first;
     const uintptr_t reached = huge_ceil(base + static_cast<uintptr_t>(now)), to = reached < end ? reached : end;
-    if (from >= to) return;
+    if (from >= to || !huge_pages_allowed()) return;
     madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
     if (!entered && before > 0) madvise(reinterpret_cast<void*>(first), kHugePage, MADV_COLLAPSE);
 }
@@ -360,7 +374,7 @@ HFP_EXPORT int hfp_checksums(const void* const* data, const int64_t* num_bytes, 
                              int32_t num_threads) {
     constexpr int64_t piece = 1 << 18;
     int64_t* first = static_cast<int64_t*>(malloc(static_cast<size_t>(n + 1) * sizeof(int64_t)));
-    if (!first) return 3;
+    if (!first) return HFP_NO_MEMORY;
     first[0] = 0;
     for (int64_t b = 0; b < n; b++) {
         first[b + 1] = first[b] + (num_bytes[b] + piece - 1) / piece;
@@ -391,7 +405,7 @@ HFP_EXPORT int hfp_checksums(const void* const* data, const int64_t* num_bytes, 
     (void)threads;
     for (int64_t b = 0; b < n; b++) out[b] = finalize(out[b] + static_cast<uint64_t>(num_bytes[b]));
     free(first);
-    return 0;
+    return HFP_OK;
 }
 
 // Reads num_bytes (a multiple of 64 is read) as fast as loads go: the yardstick of benchmarks/kernels.py.
