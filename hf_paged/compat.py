@@ -107,6 +107,13 @@ def attention_implementation(config: Any) -> str:
     return str(getattr(config, "_attn_implementation", None))
 
 
+def attention_function(config: Any) -> tuple[str, int]:
+    """Its name, and which function stands for it now; 0 where each model has its own."""
+    name = attention_implementation(config)
+    found = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
+    return name, 0 if found is None else id(found)
+
+
 def pad_token(generation_config: Any) -> int | None:
     """What finished rows of a running ``generate()`` are filled up with."""
     pad = getattr(generation_config, "_pad_token_tensor", None)

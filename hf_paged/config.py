@@ -73,6 +73,8 @@ class CacheConfig:
             raise ConfigError(f"block_size={self.block_size!r} must be an int from 1 to 1024 (16 is a good choice)")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
+        if isinstance(self.prefix_memory, str) and re.fullmatch(r"\s*0+(\.0+)?\s*\w*", self.prefix_memory):
+            object.__setattr__(self, "prefix_memory", 0)
         if self.prefix_memory is not None and (self.prefix_memory != 0 or self.prefix_memory is False):
             object.__setattr__(self, "prefix_memory", parse_size(self.prefix_memory, name="prefix_memory"))
         if self.num_blocks is not None:

@@ -391,7 +391,7 @@ class PagedLayer(compat.DynamicLayer):
         if (
             attention_mask is not None
             or query.shape[2] != plan.width
-            or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+            or (torch.is_grad_enabled() and _needs_graph(query, key, value, kwargs.get("s_aux")))
             or (impl == "eager" and wants_weights(module, kwargs))
             or obstacle is not None
         ):
@@ -437,7 +437,7 @@ class PagedLayer(compat.DynamicLayer):
             query.shape[2] == width
             and impl in ("sdpa", "eager")
             and (attention_mask is None or attention_mask.ndim == 4)
-            and not (torch.is_grad_enabled() and query.requires_grad)
+            and not (torch.is_grad_enabled() and _needs_graph(query, kwargs.get("s_aux")))
             and not (impl == "eager" and wants_weights(module, kwargs))
             and call_obstacle(impl, module, kwargs, self.window, self.chunk) is None
         ):
@@ -560,3 +560,7 @@ def _packed(states: torch.Tensor) -> torch.Tensor:
     """``[batch, heads, width, dim]`` as ``[batch * width, heads, dim]``, a view where strides allow."""
     batch, heads, width, dim = states.shape
     return states.transpose(1, 2).reshape(batch * width, heads, dim)
+
+
+def _needs_graph(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -12,8 +12,11 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hf_paged import compat
 from hf_paged.config import CacheConfig
+from hf_paged.errors import ConfigError
 from hf_paged.generation.shared import SharedKV
 from hf_paged.model.weights import OptimizerHook, WeightsWatch
 
@@ -171,7 +174,8 @@ def weights_changed(model: Any) -> None:
 
     In-place writes, optimizer steps, ``load_state_dict``, adapter switches and attributes of modules (numbers, text,
     tensors, collections of them) are noticed without this. It is for partial writes through ``.data`` to models above
-    2 GiB on CPU, whose bytes are only sampled, and for values that a module reads from elsewhere (a global, a closure).
+    2 GiB on CPU, whose bytes are only sampled, and for what a module uses from elsewhere (a global, a closure, a
+    function of its file that is replaced).
     """
     kv = known(model)
     if kv is not None:
@@ -187,6 +191,8 @@ def check_invariants(model: Any) -> None:
 
 def known(model: Any) -> ModelKV | None:
     """What is kept for ``model``, or for the model inside a PEFT, DDP or torch.compile wrapper."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"a model is wanted here, not {type(model).__name__}")
     while model is not None:
         kv = _models.get(model)
         if kv is not None:

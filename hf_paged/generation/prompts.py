@@ -33,6 +33,10 @@ _NEUTRAL_KWARGS = frozenset(
 )  # fmt: skip
 
 
+#: parts of a namespace that come before those of the runtime signature
+_BEFORE_RUNTIME = 2
+
+
 @dataclass
 class Call:
     """One ``generate()`` in progress on this thread."""
@@ -117,11 +121,13 @@ def begin_prompt(
         return
     pads = state.pads_np.tolist()
     rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
-    if not state.force_gather and not any(cache.profile.obstacles.values()):
+    first: dict[tuple[int, ...], int] = {}
+    leaders = [first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)]
+    gathers = state.force_gather or any(cache.profile.obstacles.values())
+    if len(first) < batch and not gathers and runtime_signature(model) is not None:
         # Equal rows of one batch can differ in the last bit (a matrix kernel treats its edge rows differently), so
         # where the result must be stock's to the bit, every row keeps its own; and while nothing is known yet, as well.
-        first: dict[tuple[int, ...], int] = {}
-        leaders = [first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)]
+        # Where nobody can tell what the model does (hooks, dropout, an adapter per row), rows may differ altogether.
         state.share_prompts(leaders, now=cache.profile.native)
     call.prompt = rows
     with kv.lock:
@@ -143,6 +149,7 @@ def begin_prompt(
         if manager is not None and epoch != before:
             manager.drop(lambda namespace: namespace[0] != ("weights", epoch))  # can never be matched again
     call.namespace = (("weights", epoch), ("salt", config.salt), *runtime)
+    assert len(call.namespace) - len(runtime) == _BEFORE_RUNTIME
     if manager is None or not reuse:
         return
     # The matches are pinned, so nothing they hold can go while the model is tried out.
@@ -265,8 +272,8 @@ def keep_generated(call: Call, result: Any) -> None:
     if not isinstance(sequences, torch.Tensor) or sequences.ndim != 2 or sequences.shape[0] != len(state.tables):
         return
     fed = _fed(call, min(state.length, sequences.shape[1]))
-    if fed is None:
-        return
+    if fed is None or runtime_signature(call.model) != call.namespace[_BEFORE_RUNTIME:]:
+        return  # what was run is not known, or something about the model changed meanwhile
     rows = []
     for row, computed, pad, prompt in zip(
         sequences.tolist(), fed.tolist(), state.pads_np.tolist(), call.prompt, strict=True

@@ -136,12 +136,13 @@ def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
             known = _frozen(value) if key in _ADAPTER_STATE else _attribute(value)
             if known is not None:
                 attributes.append((key, known))
-        structure.append((name, id(type(module)), type(module).__qualname__, attributes))
+        kind = type(module)
+        structure.append((name, id(kind), id(kind.forward), kind.__qualname__, attributes))
     return (
         ("config", _frozen_config(getattr(model, "config", None))),
         ("structure", hashlib.blake2b(repr(structure).encode(), digest_size=16).hexdigest()),
         ("storage", *storage_key(model)),
-        ("attention", compat.attention_implementation(getattr(model, "config", None))),
+        ("attention", *compat.attention_function(getattr(model, "config", None))),
     )
 
 
