@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_paged.config import CacheConfig as CacheConfig
     from hf_paged.config import EngineConfig as EngineConfig
+    from hf_paged.engine.async_llm import AsyncLLM as AsyncLLM
     from hf_paged.engine.llm import LLM as LLM
     from hf_paged.engine.outputs import CompletionOutput as CompletionOutput
     from hf_paged.engine.outputs import RequestOutput as RequestOutput
     from hf_paged.errors import ConfigError as ConfigError
+    from hf_paged.errors import EngineDeadError as EngineDeadError
     from hf_paged.errors import HfPagedError as HfPagedError
     from hf_paged.errors import InternalError as InternalError
     from hf_paged.errors import InvalidRequestError as InvalidRequestError
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncLLM": "hf_paged.engine.async_llm",
     "CacheConfig": "hf_paged.config",
     "CompletionOutput": "hf_paged.engine.outputs",
     "EngineConfig": "hf_paged.config",
+    "EngineDeadError": "hf_paged.errors",
     "LLM": "hf_paged.engine.llm",
     "RequestOutput": "hf_paged.engine.outputs",
     "SamplingParams": "hf_paged.sampling_params",

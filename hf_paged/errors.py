@@ -5,6 +5,7 @@
     ├── UnsupportedError(ValueError)     a valid wish that this model, backend or version cannot honour
     ├── InvalidRequestError(ValueError)  one request is bad (token ids outside the vocabulary, empty prompt)
     ├── OutOfBlocksError(RuntimeError)   the KV pool is too small for what was asked
+    ├── EngineDeadError(RuntimeError)    the engine's loop has ended; its cause is chained
     └── InternalError(RuntimeError)      an invariant of ours is broken: a bug worth a report
 
 Every class also derives from the built-in exception its kind of mistake usually raises, so code that already
@@ -42,6 +43,10 @@ class OutOfBlocksError(HfPagedError, RuntimeError):
         super().__init__(message)
         self.needed = needed
         self.available = available
+
+
+class EngineDeadError(HfPagedError, RuntimeError):
+    """The engine's loop has ended, by a fault (``__cause__``) or because it was closed; it takes no more requests."""
 
 
 class InternalError(HfPagedError, RuntimeError):

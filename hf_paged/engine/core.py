@@ -177,18 +177,27 @@ class EngineCore:
     def _present_namespace(self) -> Namespace:
         """Weights and settings that prefixes are computed with; looked at whenever the engine comes out of idleness."""
         if self._namespace is None or not self.scheduler.has_work:
-            self.runner.refresh()
-            signature, before = runtime_signature(self.runner.view), self._watch.epoch
-            epoch = self._watch.observe(self.runner.view)
-            if signature is None or epoch is None:  # nobody can tell whether they change: share nothing beyond this
-                self._unshared += 1
-                self._namespace = (("unshared", self._unshared),)
-            else:
-                self._namespace = (("weights", epoch), *signature)
-            if epoch is None or epoch != before:
-                present = self._namespace
-                self.manager.drop(lambda namespace: namespace[: len(present)] != present)
+            self._namespace = self._look()
         return self._namespace
+
+    def look_at_weights(self) -> None:
+        """Compare the weights with what running requests were computed with; if they changed, compute those anew."""
+        before, self._namespace = self._namespace, self._look()
+        if before is not None and before != self._namespace:
+            self.scheduler.recompute_all(len(before), self._namespace)
+
+    def _look(self) -> Namespace:
+        self.runner.refresh()
+        signature, before = runtime_signature(self.runner.view), self._watch.epoch
+        epoch = self._watch.observe(self.runner.view)
+        if signature is None or epoch is None:  # nobody can tell whether they change: share nothing beyond this
+            self._unshared += 1
+            found: Namespace = (("unshared", self._unshared),)
+        else:
+            found = (("weights", epoch), *signature)
+        if epoch is None or epoch != before:
+            self.manager.drop(lambda namespace: namespace[: len(found)] != found)
+        return found
 
     def weights_changed(self) -> None:
         """Forget every prefix, whatever the weights look like."""

@@ -166,11 +166,15 @@ class LLM:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | None) -> _Group:
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | None, request_id: str | None = None
+    ) -> _Group:
         text, ids = self._tokenize(prompt)
         if params.stop:
             self._need_tokenizer("a stop text")
-        name = str(next(self._numbers))
+        name = str(next(self._numbers)) if request_id is None else request_id
+        if name in self._groups:
+            raise InvalidRequestError(f"request id {name!r} is in use; ids must be unique while they run")
         group = _Group(RequestOutput(name, text, ids, []), params)
         group.output.metrics = RequestMetrics(arrival_time=time.monotonic())
         seed = self.core.new_seed() if params.seed is None else params.seed
@@ -299,6 +303,13 @@ class LLM:
         if not group.open:
             group.output.finished = True
             group.output.metrics.finished_time = time.monotonic()
+
+    def end(self, group: _Group) -> None:
+        """End what still runs of a group, as aborted."""
+        for name, part in group.parts.items():
+            if name in self._group_of:
+                self.core.abort(name)
+                self._end(part.completion.request)
 
     def _drop(self, group: _Group) -> None:
         """Forget a group; what still runs of it is ended."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from hf_paged.cache.block import BlockCopy, num_blocks_for
 from hf_paged.cache.manager import KVCacheManager
+from hf_paged.cache.radix_tree import Namespace
 from hf_paged.engine.policy import NewTokenRatio, Policy, is_overdue, policy_named, victim_order
 from hf_paged.engine.request import FinishReason, Request, Status
 from hf_paged.errors import InternalError, InvalidRequestError, OutOfBlocksError
@@ -158,6 +159,17 @@ class Scheduler:
         if not request.finished:
             request.stop_reason = stop_reason
             self._end(request, reason)
+
+    def recompute_all(self, replaced: int, namespace: Namespace) -> None:
+        """Forget the keys and values of running requests, because what computed them has changed; they go on from
+        their tokens. ``namespace`` takes the place of the first ``replaced`` parts of theirs."""
+        for request in list(self.running):
+            self._release(request)
+            request.status, request.queued_at = Status.WAITING, self.step
+            self.running.remove(request)
+            self.waiting[request.request_id] = request
+        for request in self.waiting.values():
+            request.namespace = (*namespace, *request.namespace[replaced:])
 
     @property
     def has_work(self) -> bool:

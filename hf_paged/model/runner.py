@@ -143,31 +143,10 @@ class ModelRunner:
         return torch.stack([rows[i] for i in sorted(rows)])
 
     def _packed(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
-        counts = np.array([part.count for part in work], dtype=np.int32)
-        starts = np.array([part.start for part in work], dtype=np.int32)
-        ends = np.cumsum(counts, dtype=np.int32)
-        tables = _tables(work)
-        row = np.repeat(np.arange(len(work)), counts)
-        positions = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts) + np.repeat(starts, counts)
-        slots = tables[row, positions // self.block_size].astype(np.int64) * self.block_size
-        cache.step = Step(
-            AttentionMetadata(
-                cu_seqlens_q=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-                seq_lens=torch.from_numpy(starts + counts),
-                block_tables=torch.from_numpy(tables),
-                slot_mapping=torch.from_numpy(slots + positions % self.block_size),
-                max_query_len=int(counts.max()),
-                max_seq_len=int((starts + counts).max()),
-            )
-        )
+        cache.step, ids, positions, last = pack(work, self.block_size)
         cache.past = 0
-        ids = np.concatenate([np.asarray(part.token_ids, dtype=np.int64) for part in work])
-        last = torch.from_numpy((ends - 1)[[part.samples for part in work]].astype(np.int64))
         device = self.device
-        inputs = {
-            "input_ids": torch.from_numpy(ids)[None].to(device),
-            "position_ids": torch.from_numpy(positions.astype(np.int64))[None].to(device),
-        }
+        inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
         if self._takes_logits_to_keep and len(last):
             logits = self._call(cache, inputs, logits_to_keep=last.to(device))[0]
         else:
@@ -269,6 +248,31 @@ class ModelRunner:
         first = [_Probe(ids[0][:5], 0, blocks[0], samples=False), _Probe(ids[1], 0, blocks[1])]
         second = self._forward(cache, first)
         return [self._forward(cache, [_Probe(ids[0][5:], 5, blocks[0])])[0], second[0]]
+
+
+def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All parts in one row: the step, token ids and positions (int64 ``[tokens]``), and the index of the last token of
+    each part that samples (int64)."""
+    counts = np.array([part.count for part in work], dtype=np.int32)
+    starts = np.array([part.start for part in work], dtype=np.int32)
+    ends = np.cumsum(counts, dtype=np.int32)
+    tables = _tables(work)
+    row = np.repeat(np.arange(len(work)), counts)
+    positions = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts) + np.repeat(starts, counts)
+    slots = tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    step = Step(
+        AttentionMetadata(
+            cu_seqlens_q=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+            seq_lens=torch.from_numpy(starts + counts),
+            block_tables=torch.from_numpy(tables),
+            slot_mapping=torch.from_numpy(slots),
+            max_query_len=int(counts.max()),
+            max_seq_len=int((starts + counts).max()),
+        )
+    )
+    ids = np.concatenate([np.asarray(part.token_ids, dtype=np.int64) for part in work])
+    last = (ends - 1)[[part.samples for part in work]].astype(np.int64)
+    return step, torch.from_numpy(ids), torch.from_numpy(positions.astype(np.int64)), torch.from_numpy(last)
 
 
 def _exact(model: torch.nn.Module) -> bool:
