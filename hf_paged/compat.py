@@ -7,9 +7,11 @@ that moves one of them is a change to this file. Measured on 5.17, 5.23 and 5.24
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
+import torch
 import transformers
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers import masking_utils as masking_utils
@@ -68,6 +70,8 @@ CACHE_KWARGS: tuple[str, ...] = ("cache", "past_key_values", "cache_params")
 PREPARE_CACHE = "_prepare_cache_for_generation"
 PREFILL = "_prefill"
 ASSISTED_DECODING = "_assisted_decoding"
+#: greedy search and sampling
+SAMPLE = "_sample"
 #: the function of masking_utils that every mask builder calls first
 MASK_ARGUMENTS = "_preprocess_mask_arguments"
 
@@ -151,4 +155,27 @@ def logits_processors(
         logits_processor=LogitsProcessorList(custom),
         device=device,
         model_kwargs={},
+    )
+
+
+def eos_tokens(generation_config: Any) -> frozenset[int]:
+    """What ends a row of a running ``generate()``."""
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    return frozenset() if eos is None else frozenset(int(i) for i in eos.reshape(-1))
+
+
+def processors_of_row(model: Any, generation_config: Any, row: Any, new_tokens: int) -> Any:
+    """The built-in processors of a running ``generate()`` as they would be for this row alone."""
+    ids = torch.tensor([list(row)], device=model.device)
+    generation_config = copy.copy(generation_config)
+    generation_config.max_length = ids.shape[1] + new_tokens
+    return list(
+        model._get_logits_processor(
+            generation_config=generation_config,
+            input_ids_seq_length=ids.shape[1],
+            encoder_input_ids=ids,
+            logits_processor=LogitsProcessorList(),
+            device=model.device,
+            model_kwargs={},
+        )
     )

@@ -18,6 +18,7 @@ from hf_paged import compat
 from hf_paged.config import CacheConfig
 from hf_paged.errors import ConfigError
 from hf_paged.generation.shared import SharedKV
+from hf_paged.model.runner import ModelRunner
 from hf_paged.model.weights import OptimizerHook, WeightsWatch
 
 
@@ -73,6 +74,8 @@ class ModelKV:
         self.obstacles: dict[int, str | None] = {}
         self.paged_layers: list[int] = []
         self._stock_masks: bool | None = None
+        #: the engine's way into the model, once a call asked for it
+        self.runner: ModelRunner | None = None
 
     def uses_stock_masks(self, model: Any) -> bool:
         """Whether any of the model's code builds masks with transformers' functions, which hide padding exactly."""
@@ -102,7 +105,7 @@ class ModelKV:
 
     def clear(self) -> None:
         with self.lock:
-            self.shared = None
+            self.shared = self.runner = None
             self.watch.changed()
 
 

@@ -108,19 +108,11 @@ def begin_prompt(
     assert kv is not None
     assert config is not None
     state, model = cache.state, call.model
-    if model.config.is_encoder_decoder or input_ids.dtype.is_floating_point or input_ids.ndim != 2:
+    rows = plain_rows(call, input_ids, model_kwargs)
+    if rows is None:
         return
-    if not input_ids.numel():
-        return  # stock's error, or stock's answer to an empty prompt
     batch, width = input_ids.shape
-    if not state.pads_known:
-        state.keep_padding(batch)
-    if len(state.pads_np) != batch:
-        return
-    if not _prompt_decides(model_kwargs, input_ids) or _mask_has_holes(model_kwargs, state):
-        return
     pads = state.pads_np.tolist()
-    rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
     first: dict[tuple[int, ...], int] = {}
     leaders = [first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)]
     gathers = state.force_gather or any(cache.profile.obstacles.values())
@@ -138,18 +130,10 @@ def begin_prompt(
         return  # the first step's outputs would lack the columns that were not computed
     if generation_config.prefill_chunk_size is not None and compat.transformers_version() < (5, 23):
         return  # before, chunked prefill takes its positions from the first column whatever the cache holds
-    runtime = runtime_signature(model)
-    if runtime is None:
+    call.namespace = prompt_namespace(call)
+    if call.namespace is None:
         return
     manager = cache.state.shared.manager
-    with kv.lock:
-        before, epoch = kv.watch.epoch, kv.watch.observe(model)
-        if epoch is None:
-            return  # weights that cannot be read cannot be watched
-        if manager is not None and epoch != before:
-            manager.drop(lambda namespace: namespace[0] != ("weights", epoch))  # can never be matched again
-    call.namespace = (("weights", epoch), ("salt", config.salt), *runtime)
-    assert len(call.namespace) - len(runtime) == _BEFORE_RUNTIME
     if manager is None or not reuse:
         return
     # The matches are pinned, so nothing they hold can go while the model is tried out.
@@ -167,6 +151,46 @@ def begin_prompt(
         layer.length = columns
     with kv.lock:
         kv.hit_tokens += sum(max(columns - pad, 0) for pad in pads)
+
+
+def plain_rows(call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | None:
+    """Each row's tokens without its left padding; None when token ids and padding are not all there is."""
+    assert call.cache is not None
+    state = call.cache.state
+    if call.model.config.is_encoder_decoder or input_ids.dtype.is_floating_point or input_ids.ndim != 2:
+        return None
+    if not input_ids.numel():
+        return None  # stock's error, or stock's answer to an empty prompt
+    if not state.pads_known:
+        state.keep_padding(input_ids.shape[0])
+    if len(state.pads_np) != input_ids.shape[0]:
+        return None
+    if not _prompt_decides(model_kwargs, input_ids) or _mask_has_holes(model_kwargs, state):
+        return None
+    return [row[pad:] for row, pad in zip(input_ids.tolist(), state.pads_np.tolist(), strict=True)]
+
+
+def prompt_namespace(call: Call) -> tuple[Any, ...] | None:
+    """Weights, settings and salt that this call's keys and values are computed with; None when nobody can tell.
+
+    Prefixes that weights of before computed are forgotten.
+    """
+    assert call.cache is not None
+    assert call.kv is not None
+    assert call.config is not None
+    runtime = runtime_signature(call.model)
+    if runtime is None:
+        return None
+    manager = call.cache.state.shared.manager
+    with call.kv.lock:
+        before, epoch = call.kv.watch.epoch, call.kv.watch.observe(call.model)
+        if epoch is None:
+            return None  # weights that cannot be read cannot be watched
+        if manager is not None and epoch != before:
+            manager.drop(lambda namespace: namespace[0] != ("weights", epoch))  # can never be matched again
+    namespace = (("weights", epoch), ("salt", call.config.salt), *runtime)
+    assert len(namespace) - len(runtime) == _BEFORE_RUNTIME
+    return namespace
 
 
 def _can_continue(model: Any, tokens: list[int]) -> bool:

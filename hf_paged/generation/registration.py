@@ -232,6 +232,29 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prefill
 
 
+def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _sample(
+        self: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        call = calls_here.current(self)
+        if call is not None and call.cache is not None and call.config is not None and call.config.engine:
+            from hf_paged.generation import on_engine
+
+            found = on_engine.run(
+                call, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            )
+            if found is not None:
+                return found
+        return original(
+            self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
+            **model_kwargs,
+        )  # fmt: skip
+
+    return _sample
+
+
 def _wrap_assisted(original: Callable[..., Any]) -> Callable[..., Any]:
     own = inspect.signature(original).parameters
 
@@ -295,4 +318,5 @@ _WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     compat.PREPARE_CACHE: _wrap_prepare_cache,
     compat.PREFILL: _wrap_prefill,
     compat.ASSISTED_DECODING: _wrap_assisted,
+    compat.SAMPLE: _wrap_sample,
 }

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,6 +69,7 @@ class ModelRunner:
     Args:
         model: a loaded causal LM; it stays its user's. Its weights are read at every step.
         block_size, memory, num_blocks, attention_backend: as in CacheConfig.
+        pool, join: a pool that others use too, and how a layer gets its storage there; without them it has its own.
 
     Raises:
         UnsupportedError: the model is encoder-decoder, keeps layers that cannot be paged, or gives other logits in
@@ -82,11 +84,15 @@ class ModelRunner:
         memory: int | None = None,
         num_blocks: int | None = None,
         attention_backend: str = registry.AUTO,
+        pool: KVPool | None = None,
+        join: Callable[[int, LayerSpec], tuple[LayerKV, Any] | None] | None = None,
     ) -> None:
         interface.install()
-        self.model: Any = model
+        #: weakly, so that whoever keeps a runner for a model does not keep the model
+        self._model: weakref.ref[Any] = weakref.ref(model)
         self.view: Any = view_of(model)
-        if getattr(self.model.config, "is_encoder_decoder", False):
+        self.config: Any = self.view.config
+        if getattr(self.config, "is_encoder_decoder", False):
             raise UnsupportedError(
                 f"{type(model).__name__} is an encoder-decoder model; "
                 "model.generate(cache_implementation='paged') serves it"
@@ -97,10 +103,12 @@ class ModelRunner:
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         self.packed, specs = self._try_out(attention_backend)
-        self.pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
+        if pool is None:
+            pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
+        self.pool, self._join = pool, join if join is not None else pool.layer
         for layer_idx, spec in specs.items():
-            self.pool.layer(layer_idx, spec)
-        self.cache = EngineCache(self.model.config, self._storage, self.packed)
+            self._storage(layer_idx, spec)
+        self.cache = EngineCache(self.config, self._storage, self.packed)
 
     @property
     def device(self) -> torch.device:
@@ -115,8 +123,9 @@ class ModelRunner:
 
     def refresh(self) -> None:
         """Look whether modules of the model were exchanged (an adapter was added, say), and follow."""
-        if not same_structure(self.model, self.view):
-            self.view = view_of(self.model)
+        model = self._model()
+        if model is not None and not same_structure(model, self.view):
+            self.view = view_of(model)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work], copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
@@ -198,7 +207,7 @@ class ModelRunner:
     # -- storage and the first look at a model --------------------------------------------------------------------
 
     def _storage(self, layer_idx: int, spec: LayerSpec) -> tuple[LayerKV, Any]:
-        found = self.pool.layer(layer_idx, spec)
+        found = self._join(layer_idx, spec)
         if found is None:
             raise UnsupportedError(
                 f"layer {layer_idx} now stores {spec}, which is not what the engine was made for: make a new engine "
@@ -223,7 +232,7 @@ class ModelRunner:
                 specs[layer_idx] = spec
                 return pool.layer(layer_idx, spec)
 
-            cache = EngineCache(self.model.config, storage, packed)
+            cache = EngineCache(self.config, storage, packed)
             try:
                 got = self._two_steps(cache, ids)
             except (HfPagedError, ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
@@ -238,7 +247,7 @@ class ModelRunner:
                 return packed, specs
             reasons.append(f"{'packed' if packed else 'as padded rows'}: logits differ from those alone by {worst:.2g}")
         raise UnsupportedError(
-            f"{type(self.model).__name__} cannot run several requests at once ({'; '.join(reasons)}); "
+            f"{type(self.view).__name__} cannot run several requests at once ({'; '.join(reasons)}); "
             "model.generate(cache_implementation='paged') serves it"
         )
 

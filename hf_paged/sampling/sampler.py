@@ -44,6 +44,11 @@ class SamplerState:
     seed: int
     row: int = 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether the most likely token is the answer."""
+        return self.params.greedy and not self.processors
+
 
 def sample(
     logits: torch.Tensor, states: Sequence[SamplerState], tokens: Sequence[Sequence[int]]
@@ -56,7 +61,7 @@ def sample(
     found: list[Sampled | Exception] = []
     for i, state in enumerate(states):
         try:
-            token = best[i] if state.params.plain else _choose(logits[i], state, tokens[i])
+            token = best[i] if state.plain else _choose(logits[i], state, tokens[i])
             found.append(Sampled(token, _logprobs(logits[i], token, state.params.logprobs)))
         except Exception as error:  # a processor may be anybody's code: it ends its own request
             found.append(error)

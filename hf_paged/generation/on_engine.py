@@ -1,0 +1,172 @@
+"""``generate(cache_config={"engine": True})``: the rows of a stock call as requests of the continuous-batching engine.
+
+Everything before and after the decoding loop stays stock: it checks arguments, makes the mask, expands rows, builds
+stopping criteria. Here the loop itself is replaced, where the engine can express the call; else the stock loop runs
+over a PagedCache, and one log line says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from array import array
+from typing import Any
+
+import torch
+
+from hf_paged import compat
+from hf_paged.engine.request import Request
+from hf_paged.engine.scheduler import Scheduler
+from hf_paged.errors import UnsupportedError
+from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
+from hf_paged.model.runner import ModelRunner
+from hf_paged.sampling.sampler import SamplerState, sample
+from hf_paged.sampling_params import SamplingParams
+
+logger = logging.getLogger("hf_paged")
+
+#: tokens that run in one step, and rows
+_MAX_BATCHED_TOKENS, _MAX_SEQS = 512, 256
+_private = itertools.count()
+
+
+def run(
+    call: Call,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """The sequences that ``_sample`` would return, or None when this call is one for the stock loop.
+
+    Raises what a row of its own would: OutOfBlocksError for one that cannot fit even alone, a processor's error.
+    """
+    found = _rows(call, input_ids, model_kwargs)
+    why = found if isinstance(found, str) else _obstacle(
+        call, logits_processor, stopping_criteria, generation_config, streamer
+    )  # fmt: skip
+    runner = None
+    if why is None:
+        try:
+            runner = _runner(call)
+        except UnsupportedError as error:
+            why = str(error)
+    if why is not None or isinstance(found, str) or runner is None:
+        logger.info("paged: this call runs in the stock loop, not on the engine: %s", why)
+        return None
+    assert call.cache is not None
+    assert call.config is not None
+    manager = call.cache.state.shared.manager
+    assert manager is not None
+    private = None
+    namespace = prompt_namespace(call) if call.config.prefix_caching else None
+    if namespace is None:
+        namespace = private = (("private", next(_private)),)
+    rows = found
+    generated: dict[str, list[int]] = {}
+    scheduler = Scheduler(manager, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS)
+    new_tokens = generation_config.max_length - input_ids.shape[1]
+    eos = compat.eos_tokens(generation_config)
+    seed = int(torch.randint(1 << 62, (1,))) if generation_config.do_sample else 0
+    params = SamplingParams(temperature=1.0 if generation_config.do_sample else 0.0, max_tokens=max(new_tokens, 1))
+    requests, states = [], {}
+    hits = 0
+    try:
+        for i, row in enumerate(rows):
+            request = Request(str(i), array("q", row), new_tokens, stop_token_ids=eos, namespace=namespace)
+            scheduler.add(request)
+            requests.append(request)
+            states[request.request_id] = SamplerState(
+                params, compat.processors_of_row(call.model, generation_config, row, new_tokens), seed, i
+            )
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            for request in plan.ended:
+                assert request.error is not None
+                raise request.error
+            logits = runner.run(plan.chunks, [(c.src, c.dst) for c in plan.copies])
+            sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+            chosen = sample(logits, [states[r.request_id] for r in sampling], [r.tokens for r in sampling])
+            tokens = {}
+            for request, result in zip(sampling, chosen, strict=True):
+                if isinstance(result, Exception):
+                    raise result
+                tokens[request.request_id] = result.token
+            scheduler.update(plan, tokens)
+        for request in requests:
+            generated[request.request_id] = list(request.tokens[len(request.prompt) :])
+            hits += max(request.num_cached, 0)
+    finally:
+        for request in requests:
+            scheduler.abort(request.request_id)
+        if private is not None:
+            manager.drop(private)
+    assert call.kv is not None
+    with call.kv.lock:
+        call.kv.prompt_tokens += sum(map(len, rows))
+        call.kv.hit_tokens += hits
+    logger.info("paged: %d rows ran on the engine", len(rows))
+    return _assembled(input_ids, list(generated.values()), call.pad_token)
+
+
+def _assembled(input_ids: torch.Tensor, generated: list[list[int]], pad: int | None) -> torch.Tensor:
+    """Prompts as they came, and what was generated, rows that ended early filled up as stock does."""
+    longest = max(map(len, generated))
+    out = input_ids.new_full((len(generated), longest), 0 if pad is None else pad)
+    for i, tokens in enumerate(generated):
+        out[i, : len(tokens)] = torch.tensor(tokens, dtype=out.dtype)
+    return torch.cat([input_ids, out], dim=1)
+
+
+def _rows(call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | str:
+    """The rows' tokens without padding, or why they cannot be told."""
+    check_ids(call.model, input_ids, model_kwargs)
+    rows = plain_rows(call, input_ids, model_kwargs)
+    if rows is None:
+        return "its prompts are more than left-padded token ids"
+    if any(not row for row in rows):
+        return "a prompt is empty"
+    return rows
+
+
+def _obstacle(
+    call: Call, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any
+) -> str | None:
+    if call.custom:
+        return "custom_generate brings a loop of its own"
+    if streamer is not None:
+        return "a streamer was given"
+    if generation_config.return_dict_in_generate:
+        return "return_dict_in_generate asks for more than tokens"
+    if generation_config.guidance_scale not in (None, 1, 1.0):
+        return "guidance_scale runs the model a second time"
+    for criterion in stopping_criteria:
+        if type(criterion).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria"):
+            return f"the stopping criterion {type(criterion).__name__}"
+    for processor in logits_processor:
+        home = type(processor).__module__
+        if not home.startswith("transformers.") or type(processor).__name__ == "PrefixConstrainedLogitsProcessor":
+            return f"the logits processor {type(processor).__name__} sees the batch as a whole"
+    return None
+
+
+def _runner(call: Call) -> ModelRunner:
+    """The engine's way into this model, over the pool that its paged calls share; made once for a pool."""
+    kv, cache = call.kv, call.cache
+    assert kv is not None
+    assert cache is not None
+    shared = cache.state.shared
+    with kv.lock:
+        known = kv.runner
+        if known is None or known.pool is not shared.pool:
+            known = kv.runner = ModelRunner(
+                call.model,
+                block_size=shared.config.block_size,
+                attention_backend=shared.config.attention_backend,
+                pool=shared.pool,
+                join=shared.join,
+            )
+        known.refresh()
+        return known
