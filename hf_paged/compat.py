@@ -24,6 +24,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 from transformers.generation import configuration_utils as generation_configuration_utils
 from transformers.generation.utils import GenerationMixin
@@ -45,6 +46,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationMixin",
     "LinearAttentionCacheLayerMixin",
+    "LinearAttentionLayer",
     "LogitsProcessorList",
     "cache_in_kwargs",
     "check_supported",

@@ -63,7 +63,9 @@ class EngineCore:
             attention_backend=cache.attention_backend,
         )
         self.manager = KVCacheManager(
-            self.runner.pool.num_blocks, cache.block_size, prefix_caching=config.prefix_caching
+            self.runner.num_blocks,
+            cache.block_size,
+            prefix_caching=config.prefix_caching and not self.runner.recurrent,
         )
         text = model.config.get_text_config(decoder=True)
         self.scheduler = Scheduler(
@@ -72,6 +74,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", None),
             policy=config.policy,
+            whole_prompts=self.runner.recurrent,
         )
         self.completions: dict[str, Completion] = {}
         self._watch = WeightsWatch()
@@ -150,6 +153,8 @@ class EngineCore:
     def step(self) -> list[Event]:
         """Plan, run and sample once; returns what it brought, in the order of the plan."""
         plan = self.scheduler.schedule()
+        if self.runner.recurrent:
+            self.runner.keep_only({request.request_id for request in self.scheduler.running})
         events = [Event(request, None) for request in plan.ended]
         if plan.chunks:
             logits = self.runner.run(plan.chunks, [(c.src, c.dst) for c in plan.copies])

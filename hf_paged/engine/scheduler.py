@@ -42,6 +42,10 @@ class Chunk:
     samples: bool
 
     @property
+    def key(self) -> str:
+        return self.request.request_id
+
+    @property
     def token_ids(self) -> Sequence[int]:
         return self.request.tokens[self.start : self.start + self.count]
 

@@ -168,5 +168,7 @@ def _runner(call: Call) -> ModelRunner:
                 pool=shared.pool,
                 join=shared.join,
             )
+        if known.recurrent:
+            raise UnsupportedError("the model keeps recurrent state, which these calls do not share yet")
         known.refresh()
         return known

@@ -175,6 +175,8 @@ class EngineCache(compat.DynamicCache):
         self.step: Step | None = None
         self.past = 0
         self.unattended: set[int] = set()
+        #: layers with recurrent or convolutional state, and such a layer before its first token
+        self.recurrent: dict[int, Any] = {}
         kind = PackedLayer if packed else DenseLayer
         for i, stock in enumerate(self.layers):
             if type(stock) is compat.DynamicLayer:
@@ -183,6 +185,8 @@ class EngineCache(compat.DynamicCache):
                 chunked = types[i] == "chunked_attention" if i < len(types) else compat.chunked_without_types(decoder)
                 size = stock.sliding_window
                 self.layers[i] = kind(self, i, None if chunked else size, size if chunked else None)
+            elif type(stock) is compat.LinearAttentionLayer and not packed:
+                self.recurrent[i] = stock
             elif type(stock).__name__ != "DummyLayer":  # keeps nothing: it shares another's keys
                 raise UnsupportedError(
                     f"layer {i} of this model keeps a {type(stock).__name__}, which the engine cannot page yet; "

@@ -6,11 +6,12 @@ steps: all it needs is in the SchedulerOutput. The engine's core calls it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,21 +23,27 @@ from hf_paged import compat
 from hf_paged.attention import interface, registry
 from hf_paged.attention.metadata import AttentionMetadata, LayerKV, LayerSpec
 from hf_paged.cache.pool import KVPool
-from hf_paged.errors import HfPagedError, UnsupportedError
+from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
+from hf_paged.model.recurrent import rows_of, stacked
 from hf_paged.model.view import same_structure, view_of
 
 logger = logging.getLogger("hf_paged")
 
 Ints = npt.NDArray[Any]
 
+#: blocks of a pool that stores nothing
+_BLOCKS_OF_NOTHING = 1 << 20
 #: tokens of the two sequences that a new model is tried out with
 _PROBE_LENGTHS = (7, 4)
 
 
 class Work(Protocol):
-    """One request's part of a step: token ids at positions ``start : start + count``, and its blocks."""
+    """One request's part of a step: token ids at positions ``start : start + count``, and its blocks. ``key`` is the
+    same for all parts of a request."""
 
+    @property
+    def key(self) -> str: ...
     @property
     def start(self) -> int: ...
     @property
@@ -53,6 +60,7 @@ class Work(Protocol):
 class _Probe:
     """A sequence part without a request."""
 
+    key: str
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
@@ -102,7 +110,10 @@ class ModelRunner:
         accepted = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
+        #: state of recurrent layers: request key -> layer index -> a stock layer with one row
+        self._states: dict[str, dict[int, Any]] = {}
         self.packed, specs = self._try_out(attention_backend)
+        self._states.clear()
         if pool is None:
             pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
         self.pool, self._join = pool, join if join is not None else pool.layer
@@ -116,6 +127,21 @@ class ModelRunner:
         embeddings = self.view.get_input_embeddings()
         found: torch.device = embeddings.weight.device
         return found
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers keep state that is not in blocks: prompts run in one piece, and prefixes cannot be reused."""
+        return bool(self.cache.recurrent)
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks of the pool; for a model without attention, which needs none, as many as anybody wants."""
+        return self.pool.num_blocks or _BLOCKS_OF_NOTHING
+
+    def keep_only(self, keys: Collection[str]) -> None:
+        """Forget the recurrent state of every other request."""
+        for key in [key for key in self._states if key not in keys]:
+            del self._states[key]
 
     @property
     def vocab_size(self) -> int:
@@ -141,9 +167,10 @@ class ModelRunner:
         if cache.packed:
             return self._packed(cache, work)
         rows: dict[int, torch.Tensor] = {}
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, bool], list[int]] = {}
         for i, part in enumerate(work):
-            groups.setdefault(part.count, []).append(i)
+            # new sequences and those with a state do not share a forward of a recurrent model
+            groups.setdefault((part.count, bool(cache.recurrent) and part.start == 0), []).append(i)
         for members in groups.values():
             logits = self._dense(cache, [work[i] for i in members])
             rows.update({i: logits[row] for row, i in enumerate(members) if work[i].samples})
@@ -195,7 +222,25 @@ class ModelRunner:
         if self._takes_positions:
             inputs["position_ids"] = torch.from_numpy(positions.astype(np.int64)).to(device)
         options = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
-        return self._call(cache, inputs, **options)[:, -1].float()
+        states = [self._state(cache, part) for part in work]
+        for layer_idx in cache.recurrent:
+            cache.layers[layer_idx] = stacked([state[layer_idx] for state in states])
+        logits = self._call(cache, inputs, **options)[:, -1].float()
+        for layer_idx in cache.recurrent:
+            for state, row in zip(states, rows_of(cache.layers[layer_idx], len(work)), strict=True):
+                state[layer_idx] = row
+        return logits
+
+    def _state(self, cache: EngineCache, part: Work) -> dict[int, Any]:
+        """The recurrent state a part goes on from; a new one at the beginning of a sequence."""
+        if not cache.recurrent:
+            return {}
+        if part.start == 0:
+            self._states[part.key] = {i: copy.deepcopy(layer) for i, layer in cache.recurrent.items()}
+        found = self._states.get(part.key)
+        if found is None:
+            raise InternalError(f"request {part.key!r} goes on at position {part.start}, but its state is gone")
+        return found
 
     def _call(self, cache: EngineCache, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         logits: torch.Tensor = self.view(
@@ -232,9 +277,8 @@ class ModelRunner:
                 specs[layer_idx] = spec
                 return pool.layer(layer_idx, spec)
 
-            cache = EngineCache(self.config, storage, packed)
             try:
-                got = self._two_steps(cache, ids)
+                got = self._two_steps(EngineCache(self.config, storage, packed), ids)
             except (HfPagedError, ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
                 # whatever a model raises at a shape it does not know means the same: not in this way
                 reasons.append(f"{'packed' if packed else 'as padded rows'}: {error}")
@@ -254,9 +298,11 @@ class ModelRunner:
     def _two_steps(self, cache: EngineCache, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         per_row = -(-max(_PROBE_LENGTHS) // self.block_size)
         blocks = [list(range(1 + i * per_row, 1 + (i + 1) * per_row)) for i in range(len(ids))]
-        first = [_Probe(ids[0][:5], 0, blocks[0], samples=False), _Probe(ids[1], 0, blocks[1])]
+        # recurrent models may take a prompt in one piece only, and go on by one token at a time
+        cut = len(ids[0]) - (1 if cache.recurrent else 2)
+        first = [_Probe("a", ids[0][:cut], 0, blocks[0], samples=False), _Probe("b", ids[1], 0, blocks[1])]
         second = self._forward(cache, first)
-        return [self._forward(cache, [_Probe(ids[0][5:], 5, blocks[0])])[0], second[0]]
+        return [self._forward(cache, [_Probe("a", ids[0][cut:], cut, blocks[0])])[0], second[0]]
 
 
 def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
