@@ -12,13 +12,20 @@ import pytest
 import hf_paged
 
 PUBLIC = {
+    "AsyncLLM",
     "CacheConfig",
+    "CompletionOutput",
     "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
     "HfPagedError",
     "InternalError",
     "InvalidRequestError",
+    "LLM",
     "OutOfBlocksError",
     "PagedCache",
+    "RequestOutput",
+    "SamplingParams",
     "UnsupportedError",
     "__version__",
     "cache_stats",
