@@ -162,6 +162,19 @@ class EngineConfig:
         if self.seed is not None and not _is_int(self.seed):
             raise ConfigError(f"seed={self.seed!r} must be an int or None")
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """From keywords. Raises ConfigError for one that does not exist, with the nearest that does."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else "."
+                if key == "cache_config":
+                    hint = ": give its keys as options of their own."
+                raise ConfigError(f"unknown engine option {key!r}{hint} Known options: {', '.join(known)}")
+        return cls(**options)
+
     @property
     def cache(self) -> CacheConfig:
         """The part that concerns the KV cache."""

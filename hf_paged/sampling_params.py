@@ -77,8 +77,13 @@ class SamplingParams:
     prefix_allowed_tokens_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            self._check(name, isinstance(value, int | float) and not isinstance(value, bool), "a number")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        listed = isinstance(self.stop, list | tuple) and all(isinstance(text, str) for text in self.stop)
+        self._check("stop", listed, "a text or a list of texts")
         if any(not text for text in self.stop):
             raise ConfigError("stop holds an empty text, which every output contains")
         for name in ("n", "max_tokens"):
@@ -144,6 +149,10 @@ class SamplingParams:
         )
 
 
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "encoder_repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 _NEUTRAL = (0, 1.0, 1.0, 0, 0.0, 0.0, *(None,) * 6, False, *(None,) * 4)
 
 

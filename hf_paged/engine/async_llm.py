@@ -132,7 +132,7 @@ class AsyncLLM:
         def end() -> None:
             group = self._llm._groups.get(request_id)
             if group is not None:
-                self._llm.end(group)
+                self._llm._abort(group)
                 self._publish(group)
 
         self._send(end, quiet=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_paged.attention import registry
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.radix_tree import Namespace
 from hf_paged.config import EngineConfig
@@ -54,6 +55,7 @@ class EngineCore:
     def __init__(self, model: Any, config: EngineConfig) -> None:
         self.model, self.config = model, config
         cache = config.cache
+        registry.check_name(cache.attention_backend)
         assert cache.memory is None or isinstance(cache.memory, int)
         self.runner = ModelRunner(
             model,

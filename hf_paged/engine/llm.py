@@ -7,9 +7,10 @@ engine below it knows token ids only.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_paged.config import EngineConfig
@@ -18,6 +19,7 @@ from hf_paged.engine.detokenizer import Detokenizer
 from hf_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.errors import ConfigError, InvalidRequestError
+from hf_paged.sampling.sampler import Logprob
 from hf_paged.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -60,15 +62,16 @@ class LLM:
     def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, **options: Any) -> None:
         if config is not None and options:
             raise ConfigError("give LLM() either config or keywords, not both")
-        try:
-            self.config = config if config is not None else EngineConfig(**options)
-        except TypeError as error:
-            raise ConfigError(f"LLM() does not know an option: {error}") from error
+        self.config = config if config is not None else EngineConfig.from_options(options)
         if not hasattr(model, "forward"):
+            if not isinstance(model, str | os.PathLike):
+                raise ConfigError(f"a model, its id or its folder is wanted, not {type(model).__name__}")
             from hf_paged.model.loader import load
 
             model, found = load(model, self.config.dtype)
             tokenizer = tokenizer if tokenizer is not None else found
+        if tokenizer is not None and not hasattr(tokenizer, "_tokenizer"):
+            raise ConfigError(f"a fast transformers tokenizer is wanted, not {type(tokenizer).__name__}")
         self.model, self.tokenizer = model, tokenizer
         self.core = EngineCore(model, self.config)
         self._numbers = itertools.count()
@@ -98,7 +101,7 @@ class LLM:
         A request that goes wrong on the way has ``error`` set, and the others finish. Raises InvalidRequestError or
         OutOfBlocksError, before anything runs, for one that can never run.
         """
-        listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        listed = _listed(prompts)
         params = _one_for_each("sampling_params", sampling_params or SamplingParams(temperature=0), listed)
         urgencies = _one_for_each("priority", priority, listed)
         groups: list[_Group] = []
@@ -169,6 +172,8 @@ class LLM:
     def _add(
         self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | None, request_id: str | None = None
     ) -> _Group:
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"SamplingParams are wanted, not {type(params).__name__}")
         text, ids = self._tokenize(prompt)
         if params.stop:
             self._need_tokenizer("a stop text")
@@ -213,6 +218,8 @@ class LLM:
             if not ids and self.tokenizer.bos_token_id is not None:
                 ids = [self.tokenizer.bos_token_id]
             return prompt, list(ids)
+        if not hasattr(prompt, "__iter__"):
+            raise InvalidRequestError(f"a prompt must be a text or a flat list of token ids, not {prompt!r}")
         ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise InvalidRequestError("a prompt must be a text or a flat list of token ids")
@@ -255,12 +262,13 @@ class LLM:
                 continue
             part = group.parts[request.request_id]
             metrics = group.output.metrics
+            metrics.first_scheduled_time = metrics.first_scheduled_time or request.scheduled_at
             if event.sampled is not None:
                 if metrics.first_token_time is None:
                     metrics.first_token_time = now
                 part.output.token_ids.append(event.sampled.token)
                 if part.output.logprobs is not None and event.sampled.logprobs is not None:
-                    part.output.logprobs.append(event.sampled.logprobs)
+                    part.output.logprobs.append(self._named(event.sampled.logprobs))
                     assert part.output.cumulative_logprob is not None
                     part.output.cumulative_logprob += event.sampled.logprobs[event.sampled.token].logprob
                 self._take_text(request, part, event.sampled.token)
@@ -269,6 +277,12 @@ class LLM:
             if group not in touched:
                 touched.append(group)
         return touched
+
+    def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        """With the text of each token, where there is a tokenizer."""
+        if self.tokenizer is None:
+            return logprobs
+        return {i: replace(found, decoded_token=self.tokenizer.decode([i])) for i, found in logprobs.items()}
 
     def _take_text(self, request: Request, part: _Part, token: int) -> None:
         if part.decoder is None:
@@ -304,7 +318,7 @@ class LLM:
             group.output.finished = True
             group.output.metrics.finished_time = time.monotonic()
 
-    def end(self, group: _Group) -> None:
+    def _abort(self, group: _Group) -> None:
         """End what still runs of a group, as aborted."""
         for name, part in group.parts.items():
             if name in self._group_of:
@@ -319,12 +333,14 @@ class LLM:
         self._groups.pop(group.output.request_id, None)
 
 
-def _is_one(prompts: Any) -> bool:
-    if isinstance(prompts, str | Mapping):
-        return True
-    if hasattr(prompts, "ndim"):
-        return bool(prompts.ndim == 1)
-    return bool(prompts) and isinstance(prompts[0], int)
+def _listed(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1:
+        return [prompts]
+    if not hasattr(prompts, "__iter__"):
+        raise InvalidRequestError(f"prompts must be texts or lists of token ids, not {prompts!r}")
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
 
 
 def _one_for_each(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:

@@ -53,6 +53,7 @@ class Request:
         preemptions: how often it had to give its blocks back.
         progress: tokens it had when it was last preempted; it grows from one preemption to the next.
         queued_at: step at which it last joined the queue.
+        scheduled_at: seconds on the monotonic clock when it was first admitted.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class Request:
     preemptions: int = 0
     progress: int = -1
     queued_at: int = 0
+    scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None

@@ -11,6 +11,7 @@ all the same, somebody gives way and later continues with what it had generated.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -362,7 +363,7 @@ class Scheduler:
             return False
         del self.waiting[request.request_id]
         if request.num_cached < 0:
-            request.num_cached = found
+            request.num_cached, request.scheduled_at = found, time.monotonic()
         request.table, request.status = table, Status.RUNNING
         self.running.append(request)
         plan.add(request, count)

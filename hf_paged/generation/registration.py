@@ -138,6 +138,8 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
         name = generation_config.cache_implementation
+        if name is None and generation_config.cache_config and not calls_here.stock_only:
+            logger.warning('cache_config has no effect without cache_implementation="paged"')
         if name not in _NAMES:
             return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
         if calls_here.stock_only:

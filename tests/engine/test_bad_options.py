@@ -1,0 +1,78 @@
+"""Options and prompts that cannot work: one clear error each, and the engine serves the next request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hf_paged
+from hf_paged import LLM, SamplingParams
+from tests import zoo
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 3}, "did you mean 'max_num_seqs'"),
+        ({"cache_config": {"memory": "1GiB"}}, "options of their own"),
+        ({"attention_backend": "cuda"}, "choose one of: auto"),
+        ({"policy": "sjf"}, "fcfs, lpm, priority"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"memory": "1GiB", "num_blocks": 3}, "not both"),
+        ({"memory": "lots"}, "is not a size"),
+    ],
+)
+def test_engine_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(hf_paged.ConfigError, match=message):
+        LLM(
+            zoo.build("llama"), **{"block_size": 4, "num_blocks": 24, **options} if "memory" not in options else options
+        )
+
+
+@pytest.mark.parametrize("model", [None, 5, ["demo"]])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(hf_paged.ConfigError, match=type(model).__name__):
+        LLM(model)
+
+
+def test_what_is_no_tokenizer() -> None:
+    with pytest.raises(hf_paged.ConfigError, match="tokenizer is wanted, not str"):
+        LLM(zoo.build("llama"), "x", num_blocks=24)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"stop": 5}, "stop=5"),
+        ({"stop": [""]}, "empty text"),
+        ({"n": 0}, "n=0"),
+        ({"min_tokens": 5, "max_tokens": 3}, "min_tokens=5"),
+        ({"logit_bias": {3: 1000}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty=3"),
+        ({"seed": "x"}, "seed='x'"),
+    ],
+)
+def test_sampling_params(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(hf_paged.ConfigError, match=message):
+        SamplingParams(**options)
+
+
+def test_prompts_and_params_of_other_kinds() -> None:
+    llm = LLM(zoo.build("llama"), block_size=4, num_blocks=24)
+    for prompts in (None, 5, [None], [[1.5]], [[True]], {"text": 1}):
+        with pytest.raises(hf_paged.InvalidRequestError):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(hf_paged.ConfigError, match="SamplingParams are wanted, not dict"):
+        llm.generate([3, 4], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(hf_paged.ConfigError, match="2 sampling_params for 1 prompts"):
+        llm.generate([[3, 4]], [SamplingParams(), SamplingParams()])
+    assert llm.generate([]) == []
+    assert len(llm.generate([3, 4])[0].outputs[0].token_ids) == 16
+    output = llm.generate([[3, 4]], SamplingParams(temperature=0, logprobs=1))[0]
+    assert output.metrics.first_scheduled_time is not None and output.metrics.finished_time is not None
+    llm.core.manager.check_invariants()
+    assert llm.core.manager.stats().owned_blocks == 0
