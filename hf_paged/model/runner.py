@@ -110,6 +110,8 @@ class ModelRunner:
         accepted = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
+        # mamba-like models have a name of their own before 5.24
+        self._cache_name = next((n for n in compat.CACHE_KWARGS if n in accepted), compat.CACHE_KWARG)
         #: state of recurrent layers: request key -> layer index -> a stock layer with one row
         self._states: dict[str, dict[int, Any]] = {}
         self.packed, specs = self._try_out(attention_backend)
@@ -244,7 +246,7 @@ class ModelRunner:
 
     def _call(self, cache: EngineCache, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         logits: torch.Tensor = self.view(
-            **inputs, **{compat.CACHE_KWARG: cache}, use_cache=True, return_dict=True, **options
+            **inputs, **{self._cache_name: cache}, use_cache=True, return_dict=True, **options
         ).logits
         cache.check_attended()
         return logits

@@ -30,6 +30,7 @@ def ran_on_engine(caplog: pytest.LogCaptureFixture) -> bool:
     return any("ran on the engine" in r.message for r in caplog.records)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral", "gpt_oss", "bloom", "deepseek_v3"])
 def test_rows_that_end_at_different_lengths(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model, batch = zoo.build(name), left_padded(LENGTHS)

@@ -40,7 +40,13 @@ def check_clean(llm: LLM) -> None:
     assert llm.core.manager.stats().owned_blocks == 0, "blocks are still owned after every request ended"
 
 
-@pytest.mark.parametrize("name", [*PACKED, *DENSE, *RECURRENT])
+SMOKE = ("llama", "gpt2", "gemma3", "bloom", "mamba2", "qwen3_next")
+NAMES = [
+    pytest.param(n, marks=pytest.mark.versions) if n in SMOKE else n for n in (*PACKED, *DENSE, *RECURRENT)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 def test_staggered_requests_under_memory_pressure(name: str, policy: str) -> None:
     model = zoo.build(name)
@@ -103,6 +109,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.versions
 def test_every_row_has_options_of_its_own() -> None:
     model = zoo.build("llama")
     params = [SamplingParams(temperature=0, max_tokens=10, **ours) for ours, _ in OPTIONS.values()]
