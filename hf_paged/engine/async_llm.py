@@ -109,7 +109,7 @@ class AsyncLLM:
                 return
             try:
                 group = self._llm._add(prompt, params, priority, salt, name)
-            except Exception as error:
+            except Exception as error:  # whatever it is belongs to whoever made the request
                 reader.put(error)
                 return
             self._readers[name] = reader
@@ -228,7 +228,7 @@ class AsyncLLM:
         for command in left:  # requests on their way in get an answer, too
             try:
                 command()
-            except Exception:
+            except Exception:  # the engine is dead, so it may fail in any way; every reader is told below
                 logger.debug("a command came too late", exc_info=True)
         for name, reader in list(self._readers.items()):
             reader.put(ended)

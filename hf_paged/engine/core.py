@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import secrets
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hf_paged.attention import registry
@@ -25,15 +25,6 @@ from hf_paged.model.weights import WeightsWatch, runtime_signature
 from hf_paged.sampling.processors import processors_for
 from hf_paged.sampling.sampler import Sampled, SamplerState, sample
 from hf_paged.sampling_params import SamplingParams
-
-
-@dataclass
-class Completion:
-    """One completion in the engine: its request, and what the sampler keeps for it."""
-
-    request: Request
-    sampler: SamplerState
-    logprobs: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class EngineCore:
             policy=config.policy,
             whole_prompts=self.runner.recurrent,
         )
-        self.completions: dict[str, Completion] = {}
+        self.samplers: dict[str, SamplerState] = {}
         self._watch = WeightsWatch()
         self._namespace: Namespace | None = None
         self._unshared = 0
@@ -121,7 +112,7 @@ class EngineCore:
             raise InvalidRequestError(f"an option of the request is refused: {error}") from error
         self.scheduler.add(request)
         state = SamplerState(params, processors, self.new_seed() if seed is None else seed, row)
-        self.completions[request_id] = Completion(request, state)
+        self.samplers[request_id] = state
         return request
 
     def new_seed(self) -> int:
@@ -131,19 +122,19 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a completion now. An unknown or finished id is no error."""
         self.scheduler.abort(request_id)
-        self.completions.pop(request_id, None)
+        self.samplers.pop(request_id, None)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End a completion for what its text shows."""
         self.scheduler.finish(request, reason, stop_reason)
-        self.completions.pop(request.request_id, None)
+        self.samplers.pop(request.request_id, None)
 
     def fail_all(self, error: Exception) -> list[Request]:
         """End every request with ``error``; returns them."""
         failed = [*self.scheduler.running, *self.scheduler.waiting.values()]
         for request in failed:
             self.scheduler.fail(request, error)
-        self.completions.clear()
+        self.samplers.clear()
         return failed
 
     @property
@@ -154,29 +145,10 @@ class EngineCore:
 
     def step(self) -> list[Event]:
         """Plan, run and sample once; returns what it brought, in the order of the plan."""
-        plan = self.scheduler.schedule()
-        if self.runner.recurrent:
-            self.runner.keep_only({request.request_id for request in self.scheduler.running})
-        events = [Event(request, None) for request in plan.ended]
-        if plan.chunks:
-            logits = self.runner.run(plan.chunks, [(c.src, c.dst) for c in plan.copies])
-            sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-            rows = [self.completions[request.request_id] for request in sampling]
-            chosen = sample(logits, [row.sampler for row in rows], [request.tokens for request in sampling])
-            tokens: dict[str, int] = {}
-            for request, row, result in zip(sampling, rows, chosen, strict=True):
-                if isinstance(result, Exception):
-                    self.scheduler.fail(request, result)
-                    events.append(Event(request, None))
-                else:
-                    tokens[request.request_id] = result.token
-                    if result.logprobs is not None:
-                        row.logprobs.append(result.logprobs)
-                    events.append(Event(request, result))
-            self.scheduler.update(plan, tokens)
+        events = run_step(self.scheduler, self.runner, self.samplers)
         for event in events:
             if event.request.finished:
-                self.completions.pop(event.request.request_id, None)
+                self.samplers.pop(event.request.request_id, None)
         return events
 
     # -- what prefixes belong to -----------------------------------------------------------------------------------
@@ -210,6 +182,29 @@ class EngineCore:
         """Forget every prefix, whatever the weights look like."""
         self._watch.changed()
         self._namespace = None
+
+
+def run_step(scheduler: Scheduler, runner: ModelRunner, samplers: Mapping[str, SamplerState]) -> list[Event]:
+    """Plan a step, run it, sample and tell the scheduler; ``samplers`` by request id. A row that fails ends alone."""
+    plan = scheduler.schedule()
+    if runner.recurrent:
+        runner.keep_only({request.request_id for request in scheduler.running})
+    events = [Event(request, None) for request in plan.ended]
+    if not plan.chunks:
+        return events
+    logits = runner.run(plan.chunks, [(c.src, c.dst) for c in plan.copies])
+    sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+    chosen = sample(logits, [samplers[r.request_id] for r in sampling], [r.tokens for r in sampling])
+    tokens: dict[str, int] = {}
+    for request, result in zip(sampling, chosen, strict=True):
+        if isinstance(result, Exception):
+            scheduler.fail(request, result)
+            events.append(Event(request, None))
+        else:
+            tokens[request.request_id] = result.token
+            events.append(Event(request, result))
+    scheduler.update(plan, tokens)
+    return events
 
 
 def _eos_of(model: Any) -> frozenset[int]:

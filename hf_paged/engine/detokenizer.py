@@ -29,13 +29,15 @@ class Detokenizer:
         self._stream = DecodeStream(list(prompt[-8:]), skip_special_tokens)
         self._longest = max(map(len, self._stop), default=0)
 
-    def push(self, token: int) -> str | None:
-        """Take one token; returns the stop text it completed, if any. ``text`` then ends there."""
+    def push(self, token: int, may_stop: bool = True) -> str | None:
+        """Take one token; returns the stop text it completed, if any and if it may. ``text`` then ends there."""
         piece = self._stream.step(self._fast, token)
         if not piece:
             return None
         searched = max(0, len(self.text) - self._longest + 1)
         self.text += piece
+        if not may_stop:
+            return None
         ends = [(at + len(stop), at, stop) for stop in self._stop if (at := self.text.find(stop, searched)) >= 0]
         if not ends:
             return None

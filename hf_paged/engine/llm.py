@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_paged.config import EngineConfig
-from hf_paged.engine.core import Completion, EngineCore
+from hf_paged.engine.core import EngineCore
 from hf_paged.engine.detokenizer import Detokenizer
 from hf_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hf_paged.engine.request import FinishReason, Request
@@ -29,17 +29,16 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class _Part:
     """One completion on its way."""
 
-    completion: Completion
+    request: Request
     output: CompletionOutput
     decoder: Detokenizer | None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
     """A prompt and its completions."""
 
     output: RequestOutput
-    params: SamplingParams
     parts: dict[str, _Part] = field(default_factory=dict)
     open: int = 0
 
@@ -70,6 +69,8 @@ class LLM:
 
             model, found = load(model, self.config.dtype)
             tokenizer = tokenizer if tokenizer is not None else found
+        elif self.config.dtype is not None:
+            raise ConfigError(f"dtype={self.config.dtype!r} is for loading; this model is loaded: use model.to(dtype)")
         if tokenizer is not None and not hasattr(tokenizer, "_tokenizer"):
             raise ConfigError(f"a fast transformers tokenizer is wanted, not {type(tokenizer).__name__}")
         self.model, self.tokenizer = model, tokenizer
@@ -108,7 +109,7 @@ class LLM:
         try:
             for prompt, own, urgency in zip(listed, params, urgencies, strict=True):
                 groups.append(self._add(prompt, own, urgency, salt))
-        except Exception:
+        except Exception:  # whatever it is: none of this call's requests may stay behind
             for group in groups:
                 self._drop(group)
             raise
@@ -180,13 +181,13 @@ class LLM:
         name = str(next(self._numbers)) if request_id is None else request_id
         if name in self._groups:
             raise InvalidRequestError(f"request id {name!r} is in use; ids must be unique while they run")
-        group = _Group(RequestOutput(name, text, ids, []), params)
+        group = _Group(RequestOutput(name, text, ids, []))
         group.output.metrics = RequestMetrics(arrival_time=time.monotonic())
         seed = self.core.new_seed() if params.seed is None else params.seed
         try:
             for row in range(params.n):
                 part = f"{name}-{row}"
-                self.core.add(part, ids, params, row=row, seed=seed, priority=priority, salt=salt)
+                request = self.core.add(part, ids, params, row=row, seed=seed, priority=priority, salt=salt)
                 decoder = None
                 if self.tokenizer is not None:
                     decoder = Detokenizer(
@@ -197,10 +198,10 @@ class LLM:
                 if params.logprobs is not None:
                     output.logprobs, output.cumulative_logprob = [], 0.0
                 group.output.outputs.append(output)
-                group.parts[part] = _Part(self.core.completions[part], output, decoder)
+                group.parts[part] = _Part(request, output, decoder)
                 self._group_of[part] = group
                 group.open += 1
-        except Exception:
+        except Exception:  # whatever it is: none of its completions may stay behind
             self._drop(group)
             raise
         self._groups[name] = group
@@ -250,11 +251,12 @@ class LLM:
         """One step of the engine; returns the groups it brought something for."""
         try:
             events = self.core.step()
-        except Exception as error:
+        except Exception as error:  # a fault of the engine or the model: nothing that runs can go on
             for request in self.core.fail_all(error):
                 self._end(request)
             raise
-        now, touched = time.monotonic(), []
+        now = time.monotonic()
+        touched: dict[_Group, None] = {}  # a set that keeps its order
         for event in events:
             request = event.request
             group = self._group_of.get(request.request_id)
@@ -274,9 +276,8 @@ class LLM:
                 self._take_text(request, part, event.sampled.token)
             if request.finished:
                 self._end(request)
-            if group not in touched:
-                touched.append(group)
-        return touched
+            touched[group] = None
+        return list(touched)
 
     def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         """With the text of each token, where there is a tokenizer."""
@@ -289,8 +290,8 @@ class LLM:
             return
         ended_by_token = request.finish_reason is FinishReason.STOP
         if not ended_by_token or not self._is_special(token):
-            stop = part.decoder.push(token)
-            if stop is not None and len(part.output.token_ids) > request.min_tokens:
+            stop = part.decoder.push(token, may_stop=len(part.output.token_ids) >= request.min_tokens)
+            if stop is not None:
                 if not request.finished:
                     self.core.finish(request, FinishReason.STOP, stop)
                 request.stop_reason, request.finish_reason = stop, FinishReason.STOP
@@ -323,7 +324,7 @@ class LLM:
         for name, part in group.parts.items():
             if name in self._group_of:
                 self.core.abort(name)
-                self._end(part.completion.request)
+                self._end(part.request)
 
     def _drop(self, group: _Group) -> None:
         """Forget a group; what still runs of it is ended."""

@@ -124,11 +124,6 @@ def kv_of(model: Any) -> ModelKV:
         return kv
 
 
-def known_models() -> list[Any]:
-    """Every living model that something is kept for."""
-    return list(_models)
-
-
 def forget_all() -> None:
     """Drop every pool; caches still in use keep theirs until dropped."""
     with _lock:

@@ -13,14 +13,18 @@ from array import array
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_paged import compat
+from hf_paged.engine.core import run_step
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
 from hf_paged.errors import UnsupportedError
 from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
 from hf_paged.model.runner import ModelRunner
-from hf_paged.sampling.sampler import SamplerState, sample
+from hf_paged.model.weights import runtime_signature
+from hf_paged.sampling.sampler import SamplerState
 from hf_paged.sampling_params import SamplingParams
 
 logger = logging.getLogger("hf_paged")
@@ -82,19 +86,9 @@ def run(
                 params, compat.processors_of_row(call.model, generation_config, row, new_tokens), seed, i
             )
         while scheduler.has_work:
-            plan = scheduler.schedule()
-            for request in plan.ended:
-                assert request.error is not None
-                raise request.error
-            logits = runner.run(plan.chunks, [(c.src, c.dst) for c in plan.copies])
-            sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-            chosen = sample(logits, [states[r.request_id] for r in sampling], [r.tokens for r in sampling])
-            tokens = {}
-            for request, result in zip(sampling, chosen, strict=True):
-                if isinstance(result, Exception):
-                    raise result
-                tokens[request.request_id] = result.token
-            scheduler.update(plan, tokens)
+            for event in run_step(scheduler, runner, states):
+                if event.request.error is not None:
+                    raise event.request.error
         for request in requests:
             generated[request.request_id] = list(request.tokens[len(request.prompt) :])
             hits += max(request.num_cached, 0)
@@ -134,6 +128,8 @@ def _rows(call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> 
 def _obstacle(
     call: Call, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any
 ) -> str | None:
+    if runtime_signature(call.model) is None:
+        return "the model is in training mode, or has hooks or methods that may treat rows differently"
     if call.custom:
         return "custom_generate brings a loop of its own"
     if streamer is not None:
@@ -143,11 +139,11 @@ def _obstacle(
     if generation_config.guidance_scale not in (None, 1, 1.0):
         return "guidance_scale runs the model a second time"
     for criterion in stopping_criteria:
-        if type(criterion).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria"):
+        if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
             return f"the stopping criterion {type(criterion).__name__}"
     for processor in logits_processor:
         home = type(processor).__module__
-        if not home.startswith("transformers.") or type(processor).__name__ == "PrefixConstrainedLogitsProcessor":
+        if not home.startswith("transformers.") or type(processor) is PrefixConstrainedLogitsProcessor:
             return f"the logits processor {type(processor).__name__} sees the batch as a whole"
     return None
 

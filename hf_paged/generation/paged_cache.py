@@ -48,7 +48,10 @@ class PagedCache(compat.DynamicCache):
             )
         decoder = config.get_text_config(decoder=True)
         super().__init__(config=decoder)
-        self._page(config, None, CacheConfig.from_dict(cache_config))
+        settings = CacheConfig.from_dict(cache_config)
+        if settings.engine:
+            raise ConfigError("engine=True is for generate() and register(): a PagedCache is for the stock loop")
+        self._page(config, None, settings)
 
     @classmethod
     def from_dynamic(

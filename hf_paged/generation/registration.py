@@ -31,6 +31,8 @@ PUBLIC_NAME = "paged"
 #: what the keyword argument becomes inside ``generate()``, which re-routes the public word to its own batching
 _INTERNAL_NAME = "hf_paged"
 _NAMES = (PUBLIC_NAME, _INTERNAL_NAME)
+#: modes of ``generate()`` whose loop the engine can take over
+_ENGINE_MODES = ("greedy_search", "sample")
 
 _lock = threading.RLock()
 
@@ -165,6 +167,10 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
         finally:
             generation_config.cache_implementation, generation_config.cache_config = name, options
+        mode = str(getattr(generation_mode, "value", generation_mode))
+        if config.engine and (given is not None or mode not in _ENGINE_MODES):
+            why = "a cache was passed in" if given is not None else f"its mode is {mode}"
+            logger.info("paged: this call runs in the stock loop, not on the engine: %s", why)
         if given is None:
             _install_cache(self, generation_config, model_kwargs, generation_mode, config)
         return result

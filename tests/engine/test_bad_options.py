@@ -17,6 +17,7 @@ from tests import zoo
         ({"max_num_seq": 3}, "did you mean 'max_num_seqs'"),
         ({"cache_config": {"memory": "1GiB"}}, "options of their own"),
         ({"attention_backend": "cuda"}, "choose one of: auto"),
+        ({"dtype": "bfloat16"}, "is for loading"),
         ({"policy": "sjf"}, "fcfs, lpm, priority"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"memory": "1GiB", "num_blocks": 3}, "not both"),

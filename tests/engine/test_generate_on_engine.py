@@ -115,6 +115,7 @@ def test_what_the_engine_cannot_express_stays_in_the_stock_loop(
         got = getattr(got, "sequences", got)
     assert torch.equal(got, getattr(want, "sequences", want))
     assert not ran_on_engine(caplog)
+    assert any("stock loop" in r.message for r in caplog.records)
 
 
 class _Letters:
@@ -153,3 +154,27 @@ def test_changed_weights_and_processors_that_fail() -> None:
             paged(model, **batch, cache_config={"engine": "yes"})
         with pytest.raises(hf_paged.InvalidRequestError):
             paged(model, torch.full((1, 5), zoo.VOCAB + 1), cache_config=ON)
+
+
+def _steered(model: Any) -> Any:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: zoo.fresh("gpt2").train(), lambda: _steered(zoo.fresh("llama"))], ids=["training", "hook"]
+)
+def test_a_model_nobody_can_tell_about_stays_in_the_stock_loop(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = make(), left_padded([9, 6])
+    torch.manual_seed(3)
+    want = stock(model, **batch)
+    with registered(), caplog.at_level(logging.INFO, "hf_paged"):
+        torch.manual_seed(3)
+        assert torch.equal(paged(model, **batch, cache_config=ON), want)
+    assert not ran_on_engine(caplog)
+    assert any("training mode" in r.message for r in caplog.records)
+
+
+def test_a_cache_made_by_hand_knows_no_engine() -> None:
+    with pytest.raises(hf_paged.ConfigError, match="stock loop"):
+        hf_paged.PagedCache(zoo.build("llama").config, cache_config=ON)

@@ -141,3 +141,14 @@ def test_what_needs_a_tokenizer_says_so(lm: Any) -> None:
     with pytest.raises(hf_paged.ConfigError, match="tokenizer"):
         bare.generate([1, 2, 3], SamplingParams(stop="x"))
     assert bare.generate([1, 2, 3])[0].outputs[0].text == ""
+
+
+def test_a_stop_text_before_min_tokens_is_text_like_any_other(llm: LLM, lm: Any, tokenizer: Any) -> None:
+    whole = stock(lm, tokenizer, TEXTS[1], 24)
+    early = tokenizer.decode(whole[:3], skip_special_tokens=True).strip()[-3:]
+    params = SamplingParams(temperature=0, max_tokens=24, stop=early)
+    assert len(llm.generate(TEXTS[1], params)[0].outputs[0].token_ids) < 10
+    patient = SamplingParams(temperature=0, max_tokens=24, min_tokens=24, stop=early)
+    output = llm.generate(TEXTS[1], patient)[0].outputs[0]
+    text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    assert len(output.token_ids) == 24 and output.text == (text[: text.rindex(early)] if output.stop_reason else text)
