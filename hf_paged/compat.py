@@ -181,3 +181,8 @@ def processors_of_row(model: Any, generation_config: Any, row: Any, new_tokens: 
             model_kwargs={},
         )
     )
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether a cache layer is a placeholder: its attention shares another layer's keys (not there before 5.20)."""
+    return type(layer).__name__ == "DummyLayer"

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_paged.attention.metadata import AttentionParams
+
 #: arguments of an attention call that change nothing a kernel has to know
 _HARMLESS = frozenset(
     {
@@ -55,6 +57,22 @@ def call_obstacle(
         if name not in _HARMLESS and value is not None and not isinstance(value, bool | str):
             return Obstacle(f"attention takes {name}, whose meaning is not known here", passing=True)
     return None
+
+
+def attention_params(
+    module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any], window: int | None, chunk: int | None
+) -> AttentionParams:
+    """The mathematics that a call without obstacles asks for."""
+    scaling = kwargs.get("scaling")
+    if scaling is None:
+        scaling = getattr(module, "scaling", None)
+    return AttentionParams(
+        scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        sliding_window=None if chunk is not None else window,
+        softcap=kwargs.get("softcap"),
+        chunk_size=chunk,
+        sinks=kwargs.get("s_aux"),
+    )
 
 
 def mask_obstacle(mask: Any, seen: torch.Tensor) -> Obstacle | None:

@@ -95,19 +95,8 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    token: torch.Tensor,
-    layer_idx: int,
-    start: int,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    batch, heads, width, _ = query.shape
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    batch, heads, width, _dim = query.shape
     return query.new_empty((batch, width, heads, value.shape[-1]))
 
 

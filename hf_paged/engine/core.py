@@ -167,14 +167,12 @@ class EngineCore:
 
     def _look(self) -> Namespace:
         self.runner.refresh()
-        signature, before = runtime_signature(self.runner.view), self._watch.epoch
-        epoch = self._watch.observe(self.runner.view)
-        if signature is None or epoch is None:  # nobody can tell whether they change: share nothing beyond this
+        view = self.runner.view
+        found = self._watch.namespace(view, runtime_signature(view))
+        if found is None:  # nobody can tell whether they change: share nothing beyond this
             self._unshared += 1
-            found: Namespace = (("unshared", self._unshared),)
-        else:
-            found = (("weights", epoch), *signature)
-        if epoch is None or epoch != before:
+            found = (("unshared", self._unshared),)
+        if found != self._namespace:
             self.manager.drop(lambda namespace: namespace[: len(found)] != found)
         return found
 

@@ -78,14 +78,14 @@ def policy_named(name: str) -> Policy:
     return _POLICIES[name]
 
 
-def victim_order(running: Iterable[Request], by_priority: bool) -> list[Request]:
-    """Running requests, the one to give way first at the front.
+def victim(running: Iterable[Request], by_priority: bool) -> Request:
+    """The running request to give way.
 
     The least urgent; then the shortest output and the longest input, because that loses the fewest tokens that took a
     step each and returns the most blocks; then the latest arrival. One that has generated nothing since it was resumed
     comes last, so that two requests cannot push each other out for ever.
     """
-    return sorted(
+    return min(
         running,
         key=lambda r: (
             r.num_tokens <= r.progress,

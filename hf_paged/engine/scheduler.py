@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hf_paged.cache.block import BlockCopy, num_blocks_for
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.radix_tree import Namespace
-from hf_paged.engine.policy import NewTokenRatio, Policy, is_overdue, policy_named, victim_order
+from hf_paged.engine.policy import NewTokenRatio, Policy, is_overdue, policy_named, victim
 from hf_paged.engine.request import FinishReason, Request, Status
 from hf_paged.errors import InternalError, InvalidRequestError, OutOfBlocksError
 
@@ -267,14 +267,14 @@ class Scheduler:
             try:
                 plan.copies += self.manager.append(request.table, count)
             except OutOfBlocksError as error:
-                victim = victim_order(self.running, self.policy.name == "priority")[0]
+                loser = victim(self.running, self.policy.name == "priority")
                 if len(self.running) == 1:
                     request.error = error
                     self._end(request, FinishReason.ERROR)
                     plan.ended.append(request)
                     return False
-                self._preempt(victim, plan)
-                if victim is request:
+                self._preempt(loser, plan)
+                if loser is request:
                     return False
             else:
                 return True
@@ -342,15 +342,10 @@ class Scheduler:
         table = manager.adopt(match, found)
         request.num_computed = found
         count = self._count(request, plan.budget)
-        try:
-            if not manager.can_append([table], [request.num_missing]):
-                raise OutOfBlocksError("", needed=missing, available=manager.num_available_blocks)
-            plan.copies += manager.append(table, count)
-        except OutOfBlocksError:
+        if not manager.can_append([table], [request.num_missing]):
             manager.free(table)
             request.num_computed = 0
             if not self.running:  # nothing will ever free more
-                del self.waiting[request.request_id]
                 needed = num_blocks_for(request.num_tokens, size)
                 request.error = OutOfBlocksError(
                     f"a sequence of {request.num_tokens} tokens needs {needed} blocks of {size} tokens, but only "
@@ -361,6 +356,7 @@ class Scheduler:
                 self._end(request, FinishReason.ERROR)
                 plan.ended.append(request)
             return False
+        plan.copies += manager.append(table, count)
         del self.waiting[request.request_id]
         if request.num_cached < 0:
             request.num_cached, request.scheduled_at = found, time.monotonic()

@@ -5,8 +5,7 @@ to put them there and to attend. It never touches block tables.
 
 Native or gathered? In a *native* forward ``update()`` returns only the new keys, tagged; the attention dispatcher finds
 the tag (the layer itself) and calls :meth:`PagedLayer.attend`, which reads everything else through the block tables.
-In a
-*gathered* forward ``update()`` returns what the stock layer would have returned, and stock attention runs unchanged.
+In a *gathered* forward ``update()`` returns what the stock layer would have returned, and stock attention runs as ever.
 
 Under ``torch.compile`` the same two ways are the two operators of ``attention.ops``: what they do to blocks happens
 outside the graph, when it runs. A native layer then stores its keys in the attention call rather than in ``update()``.
@@ -24,7 +23,7 @@ from hf_paged.attention import ops
 from hf_paged.attention.backends.torch_reference import attend_dense
 from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
 from hf_paged.attention.metadata import AttentionParams, LayerKV, LayerSpec
-from hf_paged.attention.obstacles import Obstacle, call_obstacle, mask_obstacle, wants_weights
+from hf_paged.attention.obstacles import Obstacle, attention_params, call_obstacle, mask_obstacle, wants_weights
 from hf_paged.errors import InternalError, UnsupportedError
 from hf_paged.generation.shared import Profile, SharedKV
 from hf_paged.generation.state import BatchState, StepPlan
@@ -304,7 +303,7 @@ class PagedLayer(compat.DynamicLayer):
         call = (kwargs.get("scaling"), kwargs.get("softcap"), id(kwargs.get("s_aux")), module)
         if call != self._call or self._params is None:
             assert self.kv is not None
-            params = self.params(module, query, kwargs)
+            params = attention_params(module, query, kwargs, self.window, self.chunk)
             reason = self.backend.unsupported_call(self.kv.spec, params)
             self._call, self._params = call, (params, None if reason is None else Obstacle(reason))
         params, obstacle = self._params
@@ -321,20 +320,6 @@ class PagedLayer(compat.DynamicLayer):
         if impl not in ("sdpa", "eager"):
             return None if attention_mask is None else Obstacle(f"masks of {impl} attention cannot be checked")
         return mask_obstacle(attention_mask, self.stock_mask("sdpa", query))
-
-    def params(self, module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionParams:
-        scaling = kwargs.get("scaling")
-        if scaling is None:
-            scaling = getattr(module, "scaling", None)
-        if scaling is None:
-            scaling = query.shape[-1] ** -0.5
-        return AttentionParams(
-            scaling=float(scaling),
-            sliding_window=None if self.chunk is not None else self.window,
-            softcap=kwargs.get("softcap"),
-            chunk_size=self.chunk,
-            sinks=kwargs.get("s_aux"),
-        )
 
     def stock_mask(self, impl: str | None, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """The mask stock would have built for the columns ``gathered`` returns: ``[batch, 1, width, columns]``,
@@ -441,7 +426,7 @@ class PagedLayer(compat.DynamicLayer):
             and not (impl == "eager" and wants_weights(module, kwargs))
             and call_obstacle(impl, module, kwargs, self.window, self.chunk) is None
         ):
-            params = self.params(module, query, kwargs)
+            params = attention_params(module, query, kwargs, self.window, self.chunk)
             out = ops.attention(
                 query, key, value, attention_mask, self.state.token, self.layer_idx, start, params.scaling,
                 params.softcap, params.sinks,

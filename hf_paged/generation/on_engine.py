@@ -48,9 +48,11 @@ def run(
     Raises what a row of its own would: OutOfBlocksError for one that cannot fit even alone, a processor's error.
     """
     found = _rows(call, input_ids, model_kwargs)
-    why = found if isinstance(found, str) else _obstacle(
-        call, logits_processor, stopping_criteria, generation_config, streamer
-    )  # fmt: skip
+    runtime = runtime_signature(call.model)
+    why = found if isinstance(found, str) else None
+    if why is None and runtime is None:
+        why = "the model is in training mode, or has hooks or methods that may treat rows differently"
+    why = why or _obstacle(call, logits_processor, stopping_criteria, generation_config, streamer)
     runner = None
     if why is None:
         try:
@@ -65,7 +67,7 @@ def run(
     manager = call.cache.state.shared.manager
     assert manager is not None
     private = None
-    namespace = prompt_namespace(call) if call.config.prefix_caching else None
+    namespace = prompt_namespace(call, runtime) if call.config.prefix_caching else None
     if namespace is None:
         namespace = private = (("private", next(_private)),)
     rows = found
@@ -128,8 +130,6 @@ def _rows(call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> 
 def _obstacle(
     call: Call, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any
 ) -> str | None:
-    if runtime_signature(call.model) is None:
-        return "the model is in training mode, or has hooks or methods that may treat rows differently"
     if call.custom:
         return "custom_generate brings a loop of its own"
     if streamer is not None:

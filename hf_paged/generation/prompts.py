@@ -33,10 +33,6 @@ _NEUTRAL_KWARGS = frozenset(
 )  # fmt: skip
 
 
-#: parts of a namespace that come before those of the runtime signature
-_BEFORE_RUNTIME = 2
-
-
 @dataclass
 class Call:
     """One ``generate()`` in progress on this thread."""
@@ -116,7 +112,10 @@ def begin_prompt(
     first: dict[tuple[int, ...], int] = {}
     leaders = [first.setdefault((pads[i], *row), i) for i, row in enumerate(rows)]
     gathers = state.force_gather or any(cache.profile.obstacles.values())
-    if len(first) < batch and not gathers and runtime_signature(model) is not None:
+    caches = config.prefix_caching and not any(cache.is_linear) and len(cache.paged_layers) == _attending(cache)
+    shares = len(first) < batch and not gathers
+    runtime = runtime_signature(model) if caches or shares else None
+    if shares and runtime is not None:
         # Equal rows of one batch can differ in the last bit (a matrix kernel treats its edge rows differently), so
         # where the result must be stock's to the bit, every row keeps its own; and while nothing is known yet, as well.
         # Where nobody can tell what the model does (hooks, dropout, an adapter per row), rows may differ altogether.
@@ -124,13 +123,13 @@ def begin_prompt(
     call.prompt = rows
     with kv.lock:
         kv.prompt_tokens += sum(len(row) for row in rows)
-    if not config.prefix_caching or any(cache.is_linear) or len(cache.paged_layers) != _attending(cache):
+    if not caches:
         return
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return  # the first step's outputs would lack the columns that were not computed
     if generation_config.prefill_chunk_size is not None and compat.transformers_version() < (5, 23):
         return  # before, chunked prefill takes its positions from the first column whatever the cache holds
-    call.namespace = prompt_namespace(call)
+    call.namespace = prompt_namespace(call, runtime)
     if call.namespace is None:
         return
     manager = cache.state.shared.manager
@@ -170,27 +169,19 @@ def plain_rows(call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
     return [row[pad:] for row, pad in zip(input_ids.tolist(), state.pads_np.tolist(), strict=True)]
 
 
-def prompt_namespace(call: Call) -> tuple[Any, ...] | None:
-    """Weights, settings and salt that this call's keys and values are computed with; None when nobody can tell.
-
-    Prefixes that weights of before computed are forgotten.
-    """
+def prompt_namespace(call: Call, runtime: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """Weights, settings (``runtime``) and salt that this call's keys and values are computed with; None when nobody can
+    tell. Prefixes that weights of before computed are forgotten."""
     assert call.cache is not None
     assert call.kv is not None
     assert call.config is not None
-    runtime = runtime_signature(call.model)
-    if runtime is None:
-        return None
     manager = call.cache.state.shared.manager
     with call.kv.lock:
-        before, epoch = call.kv.watch.epoch, call.kv.watch.observe(call.model)
-        if epoch is None:
-            return None  # weights that cannot be read cannot be watched
-        if manager is not None and epoch != before:
-            manager.drop(lambda namespace: namespace[0] != ("weights", epoch))  # can never be matched again
-    namespace = (("weights", epoch), ("salt", call.config.salt), *runtime)
-    assert len(namespace) - len(runtime) == _BEFORE_RUNTIME
-    return namespace
+        before = call.kv.watch.epoch
+        known = call.kv.watch.namespace(call.model, runtime)
+        if known is not None and manager is not None and call.kv.watch.epoch != before:
+            manager.drop(lambda namespace: namespace[0] != known[0])  # can never be matched again
+    return None if known is None else (*known, ("salt", call.config.salt))
 
 
 def _can_continue(model: Any, tokens: list[int]) -> bool:
@@ -296,7 +287,7 @@ def keep_generated(call: Call, result: Any) -> None:
     if not isinstance(sequences, torch.Tensor) or sequences.ndim != 2 or sequences.shape[0] != len(state.tables):
         return
     fed = _fed(call, min(state.length, sequences.shape[1]))
-    if fed is None or runtime_signature(call.model) != call.namespace[_BEFORE_RUNTIME:]:
+    if fed is None or runtime_signature(call.model) != call.namespace[1:-1]:
         return  # what was run is not known, or something about the model changed meanwhile
     rows = []
     for row, computed, pad, prompt in zip(

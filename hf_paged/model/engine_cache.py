@@ -18,8 +18,8 @@ import torch
 
 from hf_paged import compat
 from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
-from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
-from hf_paged.attention.obstacles import call_obstacle, wants_weights
+from hf_paged.attention.metadata import AttentionMetadata, LayerKV, LayerSpec
+from hf_paged.attention.obstacles import attention_params, call_obstacle, wants_weights
 from hf_paged.errors import InternalError, UnsupportedError
 
 #: storage and backend of a layer, made when its first keys arrive
@@ -127,16 +127,7 @@ class PackedLayer(_EngineLayer):
         if impl == "eager" and wants_weights(module, kwargs):
             raise UnsupportedError("attention weights are not available from packed requests")
         assert self.kv is not None
-        scaling = kwargs.get("scaling")
-        if scaling is None:
-            scaling = getattr(module, "scaling", None)
-        params = AttentionParams(
-            scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-            sliding_window=None if self.chunk is not None else self.window,
-            softcap=kwargs.get("softcap"),
-            chunk_size=self.chunk,
-            sinks=kwargs.get("s_aux"),
-        )
+        params = attention_params(module, query, kwargs, self.window, self.chunk)
         reason = self.backend.unsupported_call(self.kv.spec, params)
         if reason is not None:
             raise UnsupportedError(f"layer {self.layer_idx} cannot attend to packed requests: {reason}")
@@ -187,7 +178,7 @@ class EngineCache(compat.DynamicCache):
                 self.layers[i] = kind(self, i, None if chunked else size, size if chunked else None)
             elif type(stock) is compat.LinearAttentionLayer and not packed:
                 self.recurrent[i] = stock
-            elif type(stock).__name__ != "DummyLayer":  # keeps nothing: it shares another's keys
+            elif not compat.keeps_nothing(stock):
                 raise UnsupportedError(
                     f"layer {i} of this model keeps a {type(stock).__name__}, which the engine cannot page yet; "
                     "model.generate(cache_implementation='paged') serves such models"

@@ -60,6 +60,12 @@ class WeightsWatch:
             self._ids = frozenset(id(t) for t in tensors)
         return self.epoch
 
+    def namespace(self, model: torch.nn.Module, runtime: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        """What keys and values computed now belong to: the weights epoch and ``runtime`` (see runtime_signature); None
+        when nobody can tell."""
+        epoch = None if runtime is None else self.observe(model)
+        return None if runtime is None or epoch is None else (("weights", epoch), *runtime)
+
     def unchanged_since_observed(self, model: torch.nn.Module) -> bool:
         """Cheap second look: versions, addresses and optimizer steps, without reading the weights again."""
         seen = self._seen  # another thread may call changed() at any time
