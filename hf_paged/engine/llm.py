@@ -140,16 +140,9 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Complete conversations; ``template_options`` go to the tokenizer's chat template."""
-        self._need_tokenizer("chat()")
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if one else list(messages)
-        prompts = []
-        for conversation in conversations:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation), tokenize=False, **{"add_generation_prompt": True, **template_options}
-            )
-            # the template writes special tokens itself
-            prompts.append(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        prompts = [self._templated(conversation, template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def reset_prefix_cache(self) -> None:
@@ -206,6 +199,14 @@ class LLM:
             raise
         self._groups[name] = group
         return group
+
+    def _templated(self, conversation: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        self._need_tokenizer("chat()")
+        text = self.tokenizer.apply_chat_template(
+            list(conversation), tokenize=False, **{"add_generation_prompt": True, **options}
+        )
+        # the template writes special tokens itself
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

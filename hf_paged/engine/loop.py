@@ -1,0 +1,289 @@
+"""``EngineLoop``: one thread that owns an engine, for whoever must not wait for a step.
+
+Everybody else leaves it commands, run between two steps, and is told of outputs through a callback in that thread.
+Outputs are snapshots and cumulative, so whoever is slow needs only the latest one. AsyncLLM and the manager behind
+transformers' ``generate_batch`` are two faces of it; it knows neither asyncio nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hf_paged.engine.llm import LLM, Prompt, _Group
+from hf_paged.engine.outputs import RequestOutput
+from hf_paged.errors import EngineDeadError, InvalidRequestError
+
+logger = logging.getLogger("hf_paged")
+
+T = TypeVar("T")
+#: called in the loop's thread, with an output or with what ended the request; it must not block
+Tell = Callable[[RequestOutput | BaseException], None]
+
+
+@dataclass(eq=False)
+class Submission:
+    """A request that somebody waits for. ``tell`` hears of every step that added to it, or of its end alone."""
+
+    request_id: str
+    tell: Tell
+    every_step: bool = True
+
+
+@dataclass
+class _Command:
+    """What to do between two steps, and what to do instead when the loop has ended."""
+
+    run: Callable[[], None]
+    refuse: Callable[[EngineDeadError], None]
+
+
+class EngineLoop:
+    """Steps an engine in a thread of its own for as long as there is work.
+
+    Args:
+        llm: the engine; from here on only the loop's thread may change it.
+        paused: begin paused, taking requests but making no step before :meth:`resume`.
+
+    Every method may be called from any thread. Those that reach the engine raise EngineDeadError once the loop has
+    ended; if that was by a fault, the fault is its cause.
+    """
+
+    def __init__(self, llm: LLM, *, paused: bool = False) -> None:
+        self.llm = llm
+        self._commands: deque[_Command] = deque()
+        self._wake = threading.Condition()
+        self._submissions: dict[str, Submission] = {}
+        self._paused, self._closing, self._draining = paused, False, False
+        self._cause: BaseException | None = None
+        self._last_step = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="hf_paged engine", daemon=True)
+        self._thread.start()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: Any,
+        tell: Tell,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str | None = None,
+        every_step: bool = True,
+    ) -> Submission:
+        """Hand over a request; ``params`` are SamplingParams or a GenerationConfig.
+
+        ``tell`` gets its outputs, the last one finished, or InvalidRequestError and its like for a request that can
+        never run, or EngineDeadError when the loop ends first.
+        """
+        name = uuid.uuid4().hex if request_id is None else request_id  # not a number that a caller might use, too
+        submission = Submission(name, tell, every_step)
+
+        def add() -> None:
+            if name in self._submissions:
+                taken = InvalidRequestError(f"request id {name!r} is in use; ids must be unique while they run")
+                self._tell(submission, taken)
+                return
+            try:
+                group = self.llm._add(prompt, params, priority, salt, name)
+            except Exception as error:  # whatever it is belongs to whoever made the request
+                self._tell(submission, error)
+                return
+            self._submissions[name] = submission
+            if not group.open:
+                self._publish(group)
+
+        self._send(_Command(add, lambda ended: self._tell(submission, ended)))
+        return submission
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its end is told, with reason "abort". An unknown id, or a loop that ended, is no error."""
+
+        def end() -> None:
+            group = self.llm._groups.get(request_id)
+            if group is not None:
+                self.llm._abort(group)
+                self._publish(group)
+
+        self._send(_Command(end, _nobody), quiet=True)
+
+    def forget(self, submission: Submission) -> None:
+        """End a request that nobody waits for any more, without a word. One that is over is no error."""
+        self._send(_Command(lambda: self._forget(submission), _nobody), quiet=True)
+
+    # -- the engine as a whole -----------------------------------------------------------------------------------
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` in the loop's thread, between two steps; returns or raises what it does."""
+        if threading.current_thread() is self._thread:
+            return function()
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except Exception as error:  # it belongs to the caller, who waits
+                answer.set_exception(error)
+
+        self._send(_Command(run, answer.set_exception))
+        return answer.result()
+
+    def pause(self) -> None:
+        """Stop stepping, once the present step is done; requests stay where they are. Weights may change then."""
+        self.call(lambda: self._set_paused(True))
+
+    def resume(self) -> None:
+        """Go on. Requests that had begun are recomputed if the weights changed meanwhile."""
+
+        def go_on() -> None:
+            self.llm.core.look_at_weights()
+            self._set_paused(False)
+
+        self.call(go_on)
+
+    def check_health(self, stalled_after: float = 60.0) -> None:
+        """Raise EngineDeadError when the loop has ended, or has work and made no step for ``stalled_after`` seconds."""
+        self._check_alive()
+        idle = time.monotonic() - self._last_step
+        if self.llm.core.has_work and not self._paused and idle > stalled_after:
+            raise EngineDeadError(f"the engine has work but made no step for {idle:.0f} seconds")
+
+    @property
+    def cause(self) -> BaseException | None:
+        """The fault that ended the loop, if one did."""
+        return self._cause
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> bool:
+        """End the loop and every request; idempotent.
+
+        Args:
+            drain: take no more requests, but let those that are there finish first (a paused loop would not).
+            timeout: seconds to wait for the loop's end; None waits for as long as it takes.
+
+        Returns whether the loop has ended.
+        """
+        with self._wake:
+            self._draining = drain and not self._closing
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._cause is not None:
+            raise EngineDeadError(f"the engine's loop ended: {self._cause!r}") from self._cause
+        if self._closing:
+            raise EngineDeadError("the engine was closed")
+
+    def _send(self, command: _Command, quiet: bool = False) -> None:
+        with self._wake:
+            over = self._cause is not None or not self._thread.is_alive()
+            # a draining loop still hears of requests that are to end
+            if over or (self._closing and not (quiet and self._draining)):
+                if quiet:
+                    return
+                self._check_alive()
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _has_step(self) -> bool:
+        return not self._paused and self.llm.core.has_work
+
+    def _next_commands(self) -> list[_Command] | None:
+        """Wait for something to do; returns the commands, or None when the loop is to end."""
+        with self._wake:
+            while not self._commands and not self._closing and not self._has_step():
+                self._wake.wait()
+                self._last_step = time.monotonic()  # having had nothing to do is no stall
+            if self._closing and not (self._draining and (self._commands or self._has_step())):
+                return None
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def _run(self) -> None:
+        try:
+            while (commands := self._next_commands()) is not None:
+                for command in commands:
+                    command.run()
+                if self._has_step():
+                    for group in self.llm._step():
+                        self._publish(group)
+                self._last_step = time.monotonic()
+            ended = EngineDeadError("the engine was closed")
+        except BaseException as error:  # whatever it is, everybody who waits must learn of it
+            logger.exception("the engine's loop ended")
+            with self._wake:
+                self._cause = error
+            ended = EngineDeadError(f"the engine's loop ended: {error!r}")
+            ended.__cause__ = error
+        self._say_goodbye(ended)
+
+    def _say_goodbye(self, ended: EngineDeadError) -> None:
+        with self._wake:
+            self._closing, self._draining = True, False
+            left = list(self._commands)
+            self._commands.clear()
+        for command in left:
+            command.refuse(ended)
+        for submission in list(self._submissions.values()):
+            self._forget(submission)
+            self._tell(submission, ended)
+
+    def _publish(self, group: _Group) -> None:
+        name = group.output.request_id
+        submission = self._submissions.get(name)
+        if not group.open:  # forgotten before anybody learns of it, who may use the same id at once
+            self._submissions.pop(name, None)
+            self.llm._drop(group)
+        if submission is not None and (submission.every_step or not group.open):
+            self._tell(submission, _snapshot(group.output))
+
+    def _tell(self, submission: Submission, item: RequestOutput | BaseException) -> None:
+        try:
+            submission.tell(item)
+        except Exception:  # it is anybody's code, and the other requests must go on
+            logger.exception("request %s ends, because whoever was told of it failed", submission.request_id)
+            self._forget(submission)
+
+    def _forget(self, submission: Submission) -> None:
+        name = submission.request_id
+        if self._submissions.get(name) is submission:
+            del self._submissions[name]
+            group = self.llm._groups.get(name)
+            if group is not None:
+                self.llm._drop(group)
+
+
+def _nobody(_: EngineDeadError) -> None:
+    """Nobody waits for a command that ends a request."""
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    parts = [
+        dataclasses.replace(
+            part, token_ids=list(part.token_ids), logprobs=None if part.logprobs is None else list(part.logprobs)
+        )
+        for part in output.outputs
+    ]
+    return dataclasses.replace(output, outputs=parts, metrics=dataclasses.replace(output.metrics))
