@@ -62,9 +62,21 @@ def _rebound(value: Any, twins: dict[int, torch.nn.Module]) -> Any:
 
 
 def same_structure(model: torch.nn.Module, view: torch.nn.Module) -> bool:
-    """Whether a view still has the modules its model has; adapters come and go (PEFT), and then it is built anew."""
+    """Whether a view still has the modules its model has, with the same attributes: adapters come and go (PEFT), are
+    chosen and switched off by attributes of modules, and then the view is built anew."""
     mine, theirs = dict(model.named_modules()), dict(view.named_modules())
-    return mine.keys() == theirs.keys() and all(
-        type(module) is type(theirs[name]) and module._parameters is theirs[name]._parameters
-        for name, module in mine.items()
-    )
+    if mine.keys() != theirs.keys():
+        return False
+    twins = {id(module): theirs[name] for name, module in mine.items()}
+    return all(_same_attributes(module, theirs[name], twins) for name, module in mine.items())
+
+
+def _same_attributes(module: torch.nn.Module, twin: torch.nn.Module, twins: dict[int, torch.nn.Module]) -> bool:
+    mine, theirs = module.__dict__, twin.__dict__
+    if type(module) is not type(twin) or mine.keys() != theirs.keys():
+        return False
+    changed = [
+        name for name, value in mine.items() if value is not theirs[name] and name not in ("training", "_modules")
+    ]
+    # what refers to modules was bound to the view's, so it is another object there
+    return all(_rebound(mine[name], twins) is not mine[name] for name in changed)
