@@ -126,6 +126,9 @@ class CacheConfig:
         return (self.block_size, self.memory, self.num_blocks, self.prefix_memory, self.attention_backend)
 
 
+_PREEMPTION = ("auto", "recompute", "swap")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine (``LLM``).
@@ -136,6 +139,13 @@ class EngineConfig:
         max_num_batched_tokens: tokens that may run in one step; longer prompts are split over steps.
         max_model_len: tokens a sequence may have, prompt included; None for what the model's config says, if anything.
         policy: "fcfs" (arrival), "lpm" (longest stored prefix first) or "priority" (lower first, waiting counts).
+        preemption: what becomes of a request that has to give way when blocks are short. "recompute": its blocks are
+            forgotten and computed again; "swap": they move to the host tier while that has room; "auto": whichever
+            is estimated to take less time. The output is the same.
+        host_memory: bytes of main memory for the host tier. None: none on a CPU under "auto", where the pool might as
+            well be larger; else as much as the pool has, at most 4 GiB.
+        overlap: plan the next step and handle the last one's results while a step runs. The output is the same. None:
+            where the model runs on an accelerator.
         dtype: to load a model in, when it is named and not given; None for what its checkpoint holds.
         seed: from which requests without a seed draw theirs; None for fresh ones.
     """
@@ -147,6 +157,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     policy: str = "fcfs"
+    preemption: str = "auto"
+    host_memory: int | str | None = None
+    overlap: bool | None = None
     prefix_caching: bool = True
     attention_backend: str = "auto"
     dtype: str | None = None
@@ -159,6 +172,14 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name != "max_model_len") and (not _is_int(value) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be an int of at least 1")
+        if self.preemption not in _PREEMPTION:
+            raise ConfigError(f"preemption={self.preemption!r} is not known; choose one of: {', '.join(_PREEMPTION)}")
+        if self.host_memory is not None:
+            object.__setattr__(self, "host_memory", parse_size(self.host_memory, name="host_memory"))
+            if self.preemption == "recompute":
+                raise ConfigError('host_memory has no use with preemption="recompute"; leave one of the two out')
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap={self.overlap!r} must be True, False or None")
         if self.seed is not None and not _is_int(self.seed):
             raise ConfigError(f"seed={self.seed!r} must be an int or None")
 

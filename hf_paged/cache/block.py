@@ -21,6 +21,24 @@ class BlockCopy(NamedTuple):
     dst: int
 
 
+class SwapOut(NamedTuple):
+    """Copy the physical block ``src`` to block ``dst`` of the host tier."""
+
+    src: int
+    dst: int
+
+
+class SwapIn(NamedTuple):
+    """Copy block ``src`` of the host tier to the physical block ``dst``."""
+
+    src: int
+    dst: int
+
+
+#: what has to happen to blocks before a step writes, always in the order given
+Transfer = BlockCopy | SwapOut | SwapIn
+
+
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks needed to hold ``num_tokens`` tokens."""
     return -(-num_tokens // block_size)

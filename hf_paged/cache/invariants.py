@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from hf_paged.cache.block import num_blocks_for
+from hf_paged.cache.block import FreeList, num_blocks_for
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.radix_tree import RadixNode, RadixTree
@@ -130,3 +130,12 @@ def _check_claim(node: RadixNode, index: int, block: int, tree: RadixTree) -> No
     covered = min(node.end - index * tree.block_size, tree.block_size)
     if tree.claimed(block) < covered:
         raise InternalError(f"{node!r} relies on {covered} tokens of block {block}, claimed {tree.claimed(block)}")
+
+
+def check_host(free: FreeList, held: Iterable[Sequence[int]]) -> None:
+    """Check that every block of the host tier is free or held by exactly one sequence."""
+    blocks = [block for one in held for block in one]
+    if len(set(blocks)) != len(blocks) or any(block in free for block in blocks):
+        raise InternalError("a block of the host tier is held twice, or free while it is held")
+    if len(blocks) + len(free.to_list()) != free.num_blocks - 1:
+        raise InternalError(f"of {free.num_blocks - 1} host blocks {len(blocks)} are held and {free.size} free")

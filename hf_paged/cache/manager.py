@@ -12,16 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from hf_paged.cache import invariants
-from hf_paged.cache.block import BlockCopy, num_blocks_for
+from hf_paged.cache.block import BlockCopy, FreeList, SwapIn, SwapOut, Transfer, num_blocks_for
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.eviction import LRU, EvictionPolicy
 from hf_paged.cache.radix_tree import Namespace, RadixTree
-from hf_paged.cache.records import CacheStats, PrefixMatch, as_token_array, check_namespace
+from hf_paged.cache.records import CacheStats, PrefixMatch, SwappedTable, as_token_array, check_namespace
 from hf_paged.cache.specs import FULL_GROUP, FullAttentionSpec, LayerGroup
 from hf_paged.errors import ConfigError, InternalError, InvalidRequestError, OutOfBlocksError
 
-__all__ = ["BlockCopy", "BlockTable", "CacheStats", "KVCacheManager", "Namespace", "PrefixMatch"]
+__all__ = ["BlockCopy", "BlockTable", "CacheStats", "KVCacheManager", "Namespace", "PrefixMatch", "SwappedTable"]
 
 
 class KVCacheManager:
@@ -33,6 +33,7 @@ class KVCacheManager:
         prefix_caching: False stores nothing and finds nothing.
         max_cached_blocks: soft cap on blocks that only the tree keeps, applied after commit and free.
         policy: order of eviction.
+        host_blocks: blocks of the host tier that whole sequences can be moved to.
 
     Copies. ``append`` returns copies when a sequence is about to write into a block that others read. Execute them in
     the order returned, before the writes of that step, and before the copies of a later call. Then no copy reads a
@@ -51,6 +52,7 @@ class KVCacheManager:
         prefix_caching: bool = True,
         max_cached_blocks: int | None = None,
         policy: EvictionPolicy | None = None,
+        host_blocks: int = 0,
     ) -> None:
         if max_cached_blocks is not None and max_cached_blocks < 0:
             raise ConfigError(f"max_cached_blocks is {max_cached_blocks}: use None for no cap, 0 to keep nothing idle")
@@ -66,6 +68,8 @@ class KVCacheManager:
         self._tables: dict[weakref.ref[BlockTable], list[int]] = {}
         self._pins: dict[weakref.ref[PrefixMatch], tuple[int, ...]] = {}
         self._dead: deque[weakref.ref[BlockTable] | weakref.ref[PrefixMatch]] = deque()
+        self._host = FreeList(host_blocks + 1)
+        self._swapped: set[SwappedTable] = set()
         self._queries = self._lookup_tokens = self._hit_tokens = self._evicted = self._cow_copies = 0
 
     # -- prefixes ----------------------------------------------------------------------------------------------------
@@ -230,6 +234,11 @@ class KVCacheManager:
             self._reap()
             return self._pool.num_available
 
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks of stored prefixes that gave way to others since the manager was made."""
+        return self._evicted
+
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same content. Whichever writes first into a shared last block copies it."""
         with self.lock:
@@ -258,6 +267,65 @@ class KVCacheManager:
             self._pool.decref(self._tables.pop(weakref.ref(table)))
             table.retire()
             self._trim()
+
+    # -- the host tier -----------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, num_tokens: int) -> bool:
+        """Whether the host tier has room for a sequence of this length."""
+        with self.lock:
+            return num_blocks_for(num_tokens, self.block_size) <= self._host.size
+
+    def swap_out(self, table: BlockTable, num_tokens: int) -> tuple[SwappedTable, list[Transfer]]:
+        """Move the first ``num_tokens`` tokens of a table to the host tier and free the table.
+
+        The transfers must be executed in order with all copies that were and will be returned: the blocks they read
+        may be handed out again at once, to be written after them.
+
+        Raises:
+            OutOfBlocksError: the host tier is too full; nothing has changed.
+        """
+        with self.lock:
+            self._check_live(table)
+            if not 0 <= num_tokens <= table.num_tokens:
+                raise InvalidRequestError(f"{num_tokens} tokens swapped out of a table of {table.num_tokens}")
+            needed = num_blocks_for(num_tokens, self.block_size)
+            if needed > self._host.size:
+                raise OutOfBlocksError(
+                    f"{num_tokens} tokens need {needed} blocks of the host tier, which has {self._host.size} free: give "
+                    "it more with host_memory",
+                    needed=needed,
+                    available=self._host.size,
+                )
+            swapped = SwappedTable(self._host.pop(needed), num_tokens)
+            self._swapped.add(swapped)
+            out: list[Transfer] = [SwapOut(a, b) for a, b in zip(table.blocks[:needed], swapped.blocks, strict=True)]
+            self.free(table)
+            return swapped, out
+
+    def swap_in(self, swapped: SwappedTable, table: BlockTable) -> list[Transfer]:
+        """Fill ``table``, which holds a block-aligned prefix of the same tokens, up from the host tier.
+
+        ``swapped`` is used up. Raises OutOfBlocksError, with nothing changed, when the table cannot grow.
+        """
+        with self.lock:
+            start = table.num_tokens
+            if start % self.block_size or start > swapped.num_tokens or swapped not in self._swapped:
+                raise InternalError(f"{swapped} cannot be swapped in behind {start} tokens")
+            copies: list[Transfer] = [*self.append(table, swapped.num_tokens - start)]
+            first = start // self.block_size
+            back = [SwapIn(a, b) for a, b in zip(swapped.blocks[first:], table.blocks[first:], strict=True)]
+            self.discard(swapped)
+            return [*copies, *back]
+
+    def discard(self, swapped: SwappedTable) -> None:
+        """Give up what the host tier holds of a sequence. Again, or after ``swap_in``, it does nothing."""
+        with self.lock:
+            if swapped in self._swapped:
+                self._swapped.remove(swapped)
+                for block in swapped.blocks:
+                    self._host.push(block)
+
+    # -- reading tables ----------------------------------------------------------------------------------------------
 
     def block_ids(self, group: str, table: BlockTable) -> list[int]:
         """Physical blocks of a sequence in one layer group, logical index 0 first. Not a copy: do not change it."""
@@ -291,6 +359,8 @@ class KVCacheManager:
                 hit_tokens=self._hit_tokens,
                 evicted_blocks=self._evicted,
                 cow_copies=self._cow_copies,
+                host_blocks=self._host.num_blocks - 1,
+                free_host_blocks=self._host.size,
             )
 
     def check_invariants(self) -> None:
@@ -306,6 +376,7 @@ class KVCacheManager:
             live: list[invariants.Holder] = [table for ref, _ in tables if (table := ref()) is not None]
             live += [match for pin, _ in pins if (match := pin()) is not None]
             invariants.check_write_rights(live, self.block_size)
+            invariants.check_host(self._host, [swapped.blocks for swapped in self._swapped])
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,14 @@ class PrefixMatch:
     namespace: Namespace
 
 
+@dataclass(eq=False, slots=True)
+class SwappedTable:
+    """A sequence's content in the host tier: host block ids, logical index 0 first, that hold ``num_tokens`` tokens."""
+
+    blocks: list[int]
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """Blocks now, and events since the manager was made. free + evictable + owned == num_blocks - 1.
@@ -44,6 +52,7 @@ class CacheStats:
         queries, lookup_tokens, hit_tokens: recorded matches, tokens that could have been hit, tokens that were.
         evicted_blocks: freed by eviction (for space or for max_cached_blocks).
         cow_copies: blocks copied because a sequence wrote into shared ones.
+        host_blocks, free_host_blocks: size of the host tier, and how much of it is free.
     """
 
     num_blocks: int
@@ -61,6 +70,8 @@ class CacheStats:
     hit_tokens: int
     evicted_blocks: int
     cow_copies: int
+    host_blocks: int = 0
+    free_host_blocks: int = 0
 
 
 def check_namespace(namespace: Namespace) -> None:

@@ -9,30 +9,30 @@ from __future__ import annotations
 import random
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from hf_paged.attention import registry
 from hf_paged.cache.manager import KVCacheManager
+from hf_paged.cache.offload import HostTier
 from hf_paged.cache.radix_tree import Namespace
 from hf_paged.config import EngineConfig
+from hf_paged.engine.policy import SwapCost
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler
+from hf_paged.engine.stepper import Event, Stepper
 from hf_paged.errors import InvalidRequestError
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.weights import WeightsWatch, runtime_signature
 from hf_paged.sampling.processors import processors_for
-from hf_paged.sampling.sampler import Sampled, SamplerState, sample
+from hf_paged.sampling.sampler import SamplerState
 from hf_paged.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class Event:
-    """What a step brought for one completion: a token, the end, or both."""
-
-    request: Request
-    sampled: Sampled | None
+#: the host tier's share when its user named no size
+_MAX_HOST_BYTES = 4 << 30
+#: how fast blocks move between an accelerator and main memory, and within main memory
+_BYTES_PER_SECOND = {"cuda": 12e9, "cpu": 4e9}
 
 
 class EngineCore:
@@ -55,11 +55,19 @@ class EngineCore:
             num_blocks=cache.num_blocks,
             attention_backend=cache.attention_backend,
         )
+        on_cpu = self.runner.device.type == "cpu"
+        bytes_per_block = self.runner.pool.bytes_per_block
+        host_blocks = self._host_blocks(bytes_per_block, on_cpu)
+        if host_blocks:
+            self.runner.host = HostTier(self.runner.pool, host_blocks)
         self.manager = KVCacheManager(
             self.runner.num_blocks,
             cache.block_size,
             prefix_caching=config.prefix_caching and not self.runner.recurrent,
+            host_blocks=host_blocks,
         )
+        speed = _BYTES_PER_SECOND["cpu" if on_cpu else "cuda"]
+        cost = SwapCost(bytes_per_block // cache.block_size, speed)
         text = model.config.get_text_config(decoder=True)
         self.scheduler = Scheduler(
             self.manager,
@@ -68,21 +76,38 @@ class EngineCore:
             max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", None),
             policy=config.policy,
             whole_prompts=self.runner.recurrent,
+            preemption=config.preemption,
+            swap_pays=cost.pays,
         )
         self.samplers: dict[str, SamplerState] = {}
+        overlap = not on_cpu if config.overlap is None else config.overlap
+        self._stepper = Stepper(self.scheduler, self.runner, self.samplers, overlap=overlap, cost=cost)
         self._watch = WeightsWatch()
         self._namespace: Namespace | None = None
         self._unshared = 0
         self._seeds = random.Random(config.seed) if config.seed is not None else None
         self.eos_token_ids = _eos_of(model)
 
+    def _host_blocks(self, bytes_per_block: int, on_cpu: bool) -> int:
+        """Blocks of the host tier; see EngineConfig.host_memory."""
+        config = self.config
+        if config.preemption == "recompute" or not bytes_per_block:
+            return 0
+        if config.host_memory is not None:
+            assert isinstance(config.host_memory, int)
+            return max(1, config.host_memory // bytes_per_block)
+        if on_cpu and config.preemption == "auto":
+            return 0
+        return max(1, min(self.runner.num_blocks * bytes_per_block, _MAX_HOST_BYTES) // bytes_per_block)
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, row: int = 0, seed: int | None = None,
-        priority: int = 0, salt: str | None = None,
+        priority: int = 0, salt: str | None = None, parent: Request | None = None,
     ) -> Request:  # fmt: skip
-        """Queue one completion of a prompt.
+        """Queue one completion of a prompt. ``parent`` is another completion of the same prompt, added just before,
+        whose computation of the prompt it may share.
 
         Raises:
             InvalidRequestError: the prompt is empty, too long or holds ids outside the vocabulary, or an option has a
@@ -110,7 +135,7 @@ class EngineCore:
             processors = processors_for(self.model, params, prompt, sorted(stop_ids)) if prompt else []
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"an option of the request is refused: {error}") from error
-        self.scheduler.add(request)
+        self.scheduler.add(request, parent)
         state = SamplerState(params, processors, self.new_seed() if seed is None else seed, row)
         self.samplers[request_id] = state
         return request
@@ -131,7 +156,8 @@ class EngineCore:
 
     def fail_all(self, error: Exception) -> list[Request]:
         """End every request with ``error``; returns them."""
-        failed = [*self.scheduler.running, *self.scheduler.waiting.values()]
+        self._stepper.forget()
+        failed = self.scheduler.unfinished
         for request in failed:
             self.scheduler.fail(request, error)
         self.samplers.clear()
@@ -139,13 +165,23 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._stepper.busy
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Plan, run and sample once; returns what it brought, in the order of the plan."""
-        events = run_step(self.scheduler, self.runner, self.samplers)
+        """Bring one step to its end; returns what it brought, in the order of its plan."""
+        return self._done(self._stepper.step())
+
+    def drain(self) -> list[Event]:
+        """Wait for the step under way, where steps overlap, and return what it brought; no other is started."""
+        return self._done(self._stepper.drain())
+
+    def close(self) -> None:
+        """End the thread that overlapping steps run in."""
+        self._stepper.close()
+
+    def _done(self, events: list[Event]) -> list[Event]:
         for event in events:
             if event.request.finished:
                 self.samplers.pop(event.request.request_id, None)
@@ -155,7 +191,7 @@ class EngineCore:
 
     def _present_namespace(self) -> Namespace:
         """Weights and settings that prefixes are computed with; looked at whenever the engine comes out of idleness."""
-        if self._namespace is None or not self.scheduler.has_work:
+        if self._namespace is None or not self.has_work:
             self._namespace = self._look()
         return self._namespace
 
@@ -180,29 +216,6 @@ class EngineCore:
         """Forget every prefix, whatever the weights look like."""
         self._watch.changed()
         self._namespace = None
-
-
-def run_step(scheduler: Scheduler, runner: ModelRunner, samplers: Mapping[str, SamplerState]) -> list[Event]:
-    """Plan a step, run it, sample and tell the scheduler; ``samplers`` by request id. A row that fails ends alone."""
-    plan = scheduler.schedule()
-    if runner.recurrent:
-        runner.keep_only({request.request_id for request in scheduler.running})
-    events = [Event(request, None) for request in plan.ended]
-    if not plan.chunks:
-        return events
-    logits = runner.run(plan.chunks, [(c.src, c.dst) for c in plan.copies])
-    sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-    chosen = sample(logits, [samplers[r.request_id] for r in sampling], [r.tokens for r in sampling])
-    tokens: dict[str, int] = {}
-    for request, result in zip(sampling, chosen, strict=True):
-        if isinstance(result, Exception):
-            scheduler.fail(request, result)
-            events.append(Event(request, None))
-        else:
-            tokens[request.request_id] = result.token
-            events.append(Event(request, result))
-    scheduler.update(plan, tokens)
-    return events
 
 
 def _eos_of(model: Any) -> frozenset[int]:

@@ -177,10 +177,12 @@ class LLM:
         group = _Group(RequestOutput(name, text, ids, []))
         group.output.metrics = RequestMetrics(arrival_time=time.monotonic())
         seed = self.core.new_seed() if params.seed is None else params.seed
+        first: Request | None = None
         try:
             for row in range(params.n):
                 part = f"{name}-{row}"
-                request = self.core.add(part, ids, params, row=row, seed=seed, priority=priority, salt=salt)
+                request = self.core.add(part, ids, params, row=row, seed=seed, priority=priority, salt=salt, parent=first)
+                first = first if first is not None else request
                 decoder = None
                 if self.tokenizer is not None:
                     decoder = Detokenizer(
@@ -314,7 +316,7 @@ class LLM:
             part.output.text = part.decoder.text
         group.output.error = group.output.error or request.error
         group.output.num_cached_tokens = max(group.output.num_cached_tokens, request.num_cached, 0)
-        group.output.metrics.num_preemptions += request.preemptions
+        group.output.metrics.num_preemptions += len(request.preemptions)
         group.open -= 1
         if not group.open:
             group.output.finished = True

@@ -123,3 +123,26 @@ class NewTokenRatio:
 
     def idle(self) -> None:
         self.value = self.START
+
+
+class SwapCost:
+    """Whether moving a sequence to the host and back takes less time than computing it again.
+
+    Both are estimates: the time a step takes per token is a moving average, dominated by long steps; the time of a
+    transfer follows from its bytes and ``bytes_per_second``.
+    """
+
+    WEIGHT = 0.1
+
+    def __init__(self, bytes_per_token: int, bytes_per_second: float) -> None:
+        self.seconds_per_swap = 2 * bytes_per_token / bytes_per_second
+        self._tokens = self._seconds = 0.0
+
+    def step_took(self, tokens: int, seconds: float) -> None:
+        """Take the length of one step."""
+        self._tokens += self.WEIGHT * (tokens - self._tokens)
+        self._seconds += self.WEIGHT * (seconds - self._seconds)
+
+    def pays(self, tokens: int) -> bool:
+        """Whether to swap a sequence of ``tokens`` tokens; both costs are in proportion to them."""
+        return bool(self._tokens) and self.seconds_per_swap * tokens < self._seconds / self._tokens * tokens

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.radix_tree import Namespace
+from hf_paged.cache.records import SwappedTable
 
 
 class Status(enum.Enum):
@@ -30,12 +31,24 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A request gave its blocks back at ``step``, because ``needed_by`` (a request id) found none left; ``how`` is
+    "recompute" or "swap"."""
+
+    step: int
+    how: str
+    needed_by: str
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A sequence that grows from its prompt to its end.
 
     There is no prefill phase and no decode phase: ``num_computed`` of ``num_tokens`` tokens have keys and values in
     blocks, and a step computes some of the difference. When none is left, the logits of the last token give a new one.
+    Where steps overlap, a step is planned before the one before it is known: what that one computes is ``num_in_flight``
+    tokens, and the token it will sample is ``num_pending``.
 
     Attributes:
         request_id: unique among the requests of one scheduler.
@@ -48,9 +61,16 @@ class Request:
         arrival: position in the order of arrival.
         tokens: prompt and output.
         num_computed: tokens whose keys and values are in ``table``.
+        num_in_flight: tokens after those that a step under way computes.
+        num_pending: tokens, 0 or 1, that a step under way samples.
         num_cached: tokens of the prompt that were found in the cache when it was first admitted.
         table: its blocks while it is running.
-        preemptions: how often it had to give its blocks back.
+        swapped: what it has in the host tier while it waits to go on.
+        residency: how often it has had blocks; tells a step's result for blocks it gave back from a present one.
+        siblings: requests with the same prompt that get a copy of its table once the prompt is computed.
+        parent: the request whose sibling it is, until then.
+        preemptions: each time it had to give its blocks back.
+        evicted_blocks: blocks of stored prefixes that gave way to it.
         progress: tokens it had when it was last preempted; it grows from one preemption to the next.
         queued_at: step at which it last joined the queue.
         scheduled_at: seconds on the monotonic clock when it was first admitted.
@@ -67,9 +87,16 @@ class Request:
     tokens: array[int] = field(init=False)
     status: Status = Status.WAITING
     num_computed: int = 0
+    num_in_flight: int = 0
+    num_pending: int = 0
     num_cached: int = -1
     table: BlockTable | None = None
-    preemptions: int = 0
+    swapped: SwappedTable | None = None
+    residency: int = 0
+    siblings: list[Request] = field(default_factory=list)
+    parent: Request | None = None
+    preemptions: list[Preemption] = field(default_factory=list)
+    evicted_blocks: int = 0
     progress: int = -1
     queued_at: int = 0
     scheduled_at: float | None = None
@@ -89,9 +116,14 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def num_planned(self) -> int:
+        """Tokens whose keys and values are in ``table`` once the steps under way are done."""
+        return self.num_computed + self.num_in_flight
+
+    @property
     def num_missing(self) -> int:
-        """Tokens without keys and values; at least one while the request runs."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that no step computes yet; at least one while the request runs."""
+        return len(self.tokens) + self.num_pending - self.num_computed - self.num_in_flight
 
     @property
     def finished(self) -> bool:

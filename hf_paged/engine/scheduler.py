@@ -2,7 +2,9 @@
 
 The scheduler owns the requests and is the only one that changes them; blocks it moves only through KVCacheManager. A
 step is ``schedule()``, which hands out a frozen plan, and ``update()``, which takes what came of it. In between the
-plan belongs to whoever runs the model.
+plan belongs to whoever runs the model. The next step may be planned before the last one is known, as long as steps run
+one after the other, in order: then a block that is given back is not written by anybody else before its last reader or
+writer is done, and a request that turns out to have ended computes one token too many, which nobody sees or stores.
 
 Running requests come first, then waiting ones, all under one budget of tokens (vLLM v1). A request is admitted when its
 whole sequence fits next to what the running ones are expected to need (SGLang's new_token_ratio); when blocks run out
@@ -12,14 +14,14 @@ all the same, somebody gives way and later continues with what it had generated.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_paged.cache.block import BlockCopy, num_blocks_for
+from hf_paged.cache.block import Transfer, num_blocks_for
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.radix_tree import Namespace
 from hf_paged.engine.policy import NewTokenRatio, Policy, is_overdue, policy_named, victim
-from hf_paged.engine.request import FinishReason, Request, Status
+from hf_paged.engine.request import FinishReason, Preemption, Request, Status
 from hf_paged.errors import InternalError, InvalidRequestError, OutOfBlocksError
 
 #: a waiting request that shares this much with one being computed in this very step waits for it
@@ -33,7 +35,8 @@ class Chunk:
     """The part of a request that runs in one step: positions ``start : start + count``.
 
     ``blocks`` are its physical blocks, logical index 0 first, enough for ``start + count`` tokens. With ``samples`` the
-    last position's logits give the next token.
+    last position's logits give the next token, and the first of each request in ``also``, which go on from a copy of
+    its table.
     """
 
     request: Request
@@ -41,6 +44,8 @@ class Chunk:
     count: int
     blocks: tuple[int, ...]
     samples: bool
+    also: tuple[Request, ...] = ()
+    residency: int = 0
 
     @property
     def key(self) -> str:
@@ -48,17 +53,23 @@ class Chunk:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        return self.request.tokens[self.start : self.start + self.count]
+        """Its tokens; one that the step before failed to sample is replaced by 0, for a result that nobody takes."""
+        found = self.request.tokens[self.start : self.start + self.count]
+        return found if len(found) == self.count else [*found, *([0] * (self.count - len(found)))]
+
+    @property
+    def forks(self) -> Sequence[str]:
+        return [request.request_id for request in self.also]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. ``copies`` have to be executed, in order, before anything is written. ``ended`` are requests that
+    """One step. ``transfers`` have to be executed, in order, before anything is written. ``ended`` are requests that
     could not go on and ended with an error while the step was planned."""
 
     step: int
     chunks: tuple[Chunk, ...]
-    copies: tuple[BlockCopy, ...]
+    transfers: tuple[Transfer, ...]
     ended: tuple[Request, ...]
 
     @property
@@ -74,6 +85,7 @@ class SchedulerStats:
     waiting: int = 0
     steps: int = 0
     preemptions: int = 0
+    swaps: int = 0
     finished: int = 0
     computed_tokens: int = 0
     new_token_ratio: float = NewTokenRatio.START
@@ -89,6 +101,8 @@ class Scheduler:
         max_model_len: tokens a sequence may have, or None.
         policy: "fcfs", "lpm" or "priority".
         whole_prompts: never split a prompt over steps, even past the budget (models that compute it only in one piece).
+        preemption: how a request gives way: "recompute" forgets what it has computed, "swap" moves it to the manager's
+            host tier while that has room, "auto" swaps when ``swap_pays`` for its number of tokens.
     """
 
     def __init__(
@@ -100,8 +114,11 @@ class Scheduler:
         max_model_len: int | None = None,
         policy: str = "fcfs",
         whole_prompts: bool = False,
+        preemption: str = "recompute",
+        swap_pays: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.manager = manager
+        self.preemption, self._swap_pays = preemption, swap_pays
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -109,6 +126,9 @@ class Scheduler:
         self.policy: Policy = policy_named(policy)
         self.running: list[Request] = []
         self.waiting: dict[str, Request] = {}
+        #: requests that wait for their parent's prompt to be computed
+        self.attached: dict[str, Request] = {}
+        self._under_way: dict[int, SchedulerOutput] = {}
         self.ratio = NewTokenRatio()
         self.step = 0
         self._arrivals = 0
@@ -116,14 +136,15 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, parent: Request | None = None) -> None:
+        """Queue a request. With ``parent``, a request with the same prompt that has not begun, it waits for that
+        prompt to be computed and goes on from it.
 
         Raises:
             InvalidRequestError: its prompt is empty or too long, or its id is in use.
             OutOfBlocksError: its prompt and one token would not fit into the whole pool.
         """
-        if request.request_id in self.waiting or any(r.request_id == request.request_id for r in self.running):
+        if self.find(request.request_id) is not None:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; ids must be unique while they run")
         if not request.prompt:
             raise InvalidRequestError("the prompt has no tokens: a model needs at least one to go on from")
@@ -144,11 +165,26 @@ class Scheduler:
             )
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         request.queued_at = self.step
-        self.waiting[request.request_id] = request
+        if parent is not None and parent.request_id in self.waiting and not parent.num_output:
+            request.parent = parent
+            parent.siblings.append(request)
+            self.attached[request.request_id] = request
+        else:
+            self.waiting[request.request_id] = request
+
+    def find(self, request_id: str) -> Request | None:
+        """The request with this id that has not ended, if there is one."""
+        found = self.waiting.get(request_id) or self.attached.get(request_id)
+        return found or next((r for r in self.running if r.request_id == request_id), None)
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Every request that has not ended."""
+        return [*self.running, *self.waiting.values(), *self.attached.values()]
 
     def abort(self, request_id: str) -> Request | None:
         """End a request wherever it is. None, and no error, when there is none with this id."""
-        request = self.waiting.get(request_id) or next((r for r in self.running if r.request_id == request_id), None)
+        request = self.find(request_id)
         if request is not None:
             self._end(request, FinishReason.ABORT)
         return request
@@ -168,20 +204,23 @@ class Scheduler:
     def recompute_all(self, replaced: int, namespace: Namespace) -> None:
         """Forget the keys and values of running requests, because what computed them has changed; they go on from
         their tokens. ``namespace`` takes the place of the first ``replaced`` parts of theirs."""
-        for request in list(self.running):
+        for request in [*self.running, *self.waiting.values()]:
             self._release(request)
-            request.status, request.queued_at = Status.WAITING, self.step
-            self.running.remove(request)
-            self.waiting[request.request_id] = request
-        for request in self.waiting.values():
+        for request in list(self.running):
+            self._requeue(request)
+        for request in self.unfinished:
             request.namespace = (*namespace, *request.namespace[replaced:])
+
+    def stateful_ids(self) -> set[str]:
+        """Ids of requests that have begun and not lost what they computed."""
+        return {r.request_id for r in self.running} | {n for n, r in self.waiting.items() if r.swapped is not None}
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
     def stats(self) -> SchedulerStats:
-        self._stats.running, self._stats.waiting = len(self.running), len(self.waiting)
+        self._stats.running, self._stats.waiting = len(self.running), len(self.waiting) + len(self.attached)
         self._stats.steps, self._stats.new_token_ratio = self.step, self.ratio.value
         return self._stats
 
@@ -202,36 +241,89 @@ class Scheduler:
             self.ratio.step()
         else:
             self.ratio.idle()
-        return SchedulerOutput(self.step, tuple(plan.chunks.values()), tuple(plan.copies), tuple(plan.ended))
+        for chunk in plan.chunks.values():
+            chunk.request.num_in_flight += chunk.count
+            chunk.request.num_pending += chunk.samples
+        output = SchedulerOutput(self.step, tuple(plan.chunks.values()), tuple(plan.transfers), tuple(plan.ended))
+        if output.chunks:
+            self._under_way[output.step] = output
+        return output
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
-        """Take the tokens that a step sampled, by request id; returns the requests that ended with it.
+        """Take the tokens that a step sampled, by request id; returns the requests that took one, in order. Those that
+        are finished then ended with it.
 
         Requests that were aborted or failed while the step ran are passed over.
         """
-        ended = []
+        self._under_way.pop(output.step, None)
+        taken: list[Request] = []
         for chunk in output.chunks:
             request = chunk.request
-            if request.status is not Status.RUNNING:
-                continue
-            if request.num_computed != chunk.start:
-                raise InternalError(f"{request!r}: a step computed from {chunk.start}, out of turn")
-            request.num_computed += chunk.count
-            self._stats.computed_tokens += chunk.count
-            if chunk.count > 1 or not chunk.samples:
-                self._store(request)  # every piece of a prompt at once, so that siblings find it
+            resident = chunk.residency == request.residency
+            if resident and not request.finished:
+                self._computed(chunk)
             if not chunk.samples:
                 continue
-            if request.request_id not in sampled:
-                raise InternalError(f"{request!r}: the step sampled no token for it")
-            token = sampled[request.request_id]
-            request.tokens.append(token)
-            reason = self._reason_to_end(request, token)
-            if reason is not None:
-                request.stop_reason = token if reason is FinishReason.STOP else None
-                self._end(request, reason)
-                ended.append(request)
-        return ended
+            request.num_pending -= 1
+            forked = self._fork(chunk, resident) if chunk.also else []
+            for one in (request, *forked):
+                if not one.finished:
+                    self._take(one, sampled)
+                    taken.append(one)
+        return taken
+
+    def forget_steps(self) -> None:
+        """No step under way will ever be known; requests that were in one cannot go on."""
+        self._under_way.clear()
+
+    def _computed(self, chunk: Chunk) -> None:
+        request = chunk.request
+        if request.num_computed != chunk.start:
+            raise InternalError(f"{request!r}: a step computed from {chunk.start}, out of turn")
+        request.num_computed += chunk.count
+        request.num_in_flight -= chunk.count
+        self._stats.computed_tokens += chunk.count
+        if chunk.count > 1 or not chunk.samples:
+            self._store(request)  # every piece of a prompt at once, so that siblings find it
+
+    def _fork(self, chunk: Chunk, resident: bool) -> list[Request]:
+        """Let siblings go on from the table of the request whose prompt is computed, as many as may run; returns them.
+        The others queue."""
+        parent, forked = chunk.request, []
+        for sibling in chunk.also:
+            if sibling.parent is not parent:
+                continue  # aborted, or on its own, since the step was planned
+            self._detach(sibling)
+            if not resident or parent.table is None or len(self.running) >= self.max_num_seqs:
+                continue
+            del self.waiting[sibling.request_id]
+            sibling.table, sibling.status = self.manager.fork(parent.table), Status.RUNNING
+            sibling.num_computed = chunk.start + chunk.count
+            self.manager.truncate(sibling.table, sibling.num_computed)
+            sibling.num_cached, sibling.scheduled_at = parent.num_cached, parent.scheduled_at
+            self.running.append(sibling)
+            forked.append(sibling)
+        return forked
+
+    def _detach(self, sibling: Request) -> None:
+        """Make a sibling an ordinary waiting request."""
+        assert sibling.parent is not None
+        sibling.parent.siblings.remove(sibling)
+        sibling.parent = None
+        del self.attached[sibling.request_id]
+        sibling.queued_at = self.step
+        self.waiting[sibling.request_id] = sibling
+
+    def _take(self, request: Request, sampled: Mapping[str, int]) -> None:
+        """Append the token sampled for a request, and end it if it is its last."""
+        token = sampled.get(request.request_id)
+        if token is None:
+            raise InternalError(f"{request!r}: the step sampled no token for it")
+        request.tokens.append(token)
+        reason = self._reason_to_end(request, token)
+        if reason is not None:
+            request.stop_reason = token if reason is FinishReason.STOP else None
+            self._end(request, reason)
 
     def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
         if token in request.stop_token_ids and request.num_output > request.min_tokens:
@@ -247,13 +339,22 @@ class Scheduler:
     def _continue_running(self, plan: _Plan) -> None:
         # Those that miss one token first: a long prompt must not keep the others from their next token.
         for request in sorted(self.running, key=lambda r: r.num_missing > 1):
-            if request.status is not Status.RUNNING:
-                continue  # gave way to one before it
+            if request.status is not Status.RUNNING or self._ends_with_pending(request):
+                continue  # gave way to one before it, or needs no other step
             count = self._count(request, plan.budget)
             if count and not self._give_room(request, count, plan):
                 continue
             if count:
                 plan.add(request, count)
+
+    def _ends_with_pending(self, request: Request) -> bool:
+        """Whether the token being sampled is its last whatever it is."""
+        if not request.num_pending:
+            return False
+        longest = len(request.prompt) + request.max_tokens
+        if self.max_model_len is not None:
+            longest = min(longest, self.max_model_len)
+        return request.num_tokens + request.num_pending >= longest
 
     def _count(self, request: Request, budget: int) -> int:
         if self.whole_prompts and request.num_missing > 1:
@@ -265,28 +366,55 @@ class Scheduler:
         assert request.table is not None
         while True:
             try:
-                plan.copies += self.manager.append(request.table, count)
+                self._append(request, count, plan)
             except OutOfBlocksError as error:
                 loser = victim(self.running, self.policy.name == "priority")
                 if len(self.running) == 1:
+                    if request.num_pending:
+                        return False  # the token under way may be its last, and then it needs no block
                     request.error = error
                     self._end(request, FinishReason.ERROR)
                     plan.ended.append(request)
                     return False
-                self._preempt(loser, plan)
+                self._preempt(loser, plan, request)
                 if loser is request:
                     return False
             else:
                 return True
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
+    def _append(self, request: Request, count: int, plan: _Plan) -> None:
+        assert request.table is not None
+        before = self.manager.num_evicted_blocks
+        plan.transfers += self.manager.append(request.table, count)
+        request.evicted_blocks += self.manager.num_evicted_blocks - before
+
+    def _preempt(self, request: Request, plan: _Plan, needed_by: Request) -> None:
         if request.num_tokens < request.progress:
             raise InternalError(f"{request!r} lost tokens between two preemptions")
         plan.drop(request)
         plan.preempted += 1
-        request.preemptions += 1
         request.progress = request.num_tokens
+        how = "swap" if self._swaps(request) else "recompute"
+        request.preemptions.append(Preemption(self.step, how, needed_by.request_id))
+        swapped = None
+        if how == "swap":
+            assert request.table is not None
+            # what a step under way computes is there before the transfer is executed
+            swapped, transfers = self.manager.swap_out(request.table, request.num_planned)
+            plan.transfers += transfers
+            self._stats.swaps += 1
         self._release(request)
+        request.swapped = swapped
+        self._requeue(request)
+
+    def _swaps(self, request: Request) -> bool:
+        tokens = request.num_planned
+        if self.preemption == "recompute" or not tokens or not self.manager.can_swap_out(tokens):
+            return False
+        return self.preemption == "swap" or self._swap_pays(tokens)
+
+    def _requeue(self, request: Request) -> None:
+        """From the running list back to the queue."""
         request.status, request.queued_at = Status.WAITING, self.step
         self.running.remove(request)
         self.waiting[request.request_id] = request
@@ -313,8 +441,11 @@ class Scheduler:
 
     def _waits_for_a_sibling(self, request: Request, plan: _Plan) -> bool:
         """Whether much of its prompt is being computed right now by another, and will be there at the next step."""
-        computed_now = [c for c in plan.chunks.values() if c.count > 1 and c.request.namespace == request.namespace]
-        if not computed_now or not self.manager.prefix_caching:
+        if not self.manager.prefix_caching or request.swapped is not None:
+            return False
+        known = [plan.chunks.values(), *(output.chunks for output in self._under_way.values())]
+        computed_now = [c for chunks in known for c in chunks if c.count > 1 and c.request.namespace == request.namespace]
+        if not computed_now:
             return False
         least = max(_SHARED_WORTH_WAITING, self._matched(request) + 1)
         return any(_common(c.request.tokens, request.tokens, c.start + c.count) >= least for c in computed_now)
@@ -328,42 +459,59 @@ class Scheduler:
             record=request.num_cached < 0,
         )
         # The match is pinned, so what it holds counts neither as free nor as evictable.
-        missing = self._missing_blocks(request, match.num_tokens)
-        expected = missing + self._expected_blocks(request) - num_blocks_for(request.num_tokens, size)
+        swapped, found = request.swapped, match.num_tokens
+        if swapped is not None:
+            found = found - found % size if found < swapped.num_tokens else found
+        expected = self._missing_blocks(request, found)
+        expected += self._expected_blocks(request) - num_blocks_for(request.num_tokens, size)
         for running in self.running:
             assert running.table is not None
             expected += max(0, self._expected_blocks(running) - len(running.table.blocks))
         if self.running and expected > manager.num_available_blocks:
             manager.release(match)
             return False
-        found = match.num_tokens
         if not self.running and self._missing_blocks(request, found) > manager.num_available_blocks:
             found -= found % size  # without the copy of a block shared in part, it may fit after all
+        for sibling in list(request.siblings):
+            more = self._expected_blocks(sibling) - len(request.prompt) // size
+            if expected + more > manager.num_available_blocks:
+                self._detach(sibling)  # it will wait for room of its own
+            else:
+                expected += more
         table = manager.adopt(match, found)
-        request.num_computed = found
-        count = self._count(request, plan.budget)
-        if not manager.can_append([table], [request.num_missing]):
+        if not manager.can_append([table], [request.num_tokens - found]):
             manager.free(table)
-            request.num_computed = 0
             if not self.running:  # nothing will ever free more
-                needed = num_blocks_for(request.num_tokens, size)
-                request.error = OutOfBlocksError(
-                    f"a sequence of {request.num_tokens} tokens needs {needed} blocks of {size} tokens, but only "
-                    f"{manager.num_available_blocks} can be had: give the engine more memory or num_blocks",
-                    needed=needed,
-                    available=manager.num_available_blocks,
-                )
-                self._end(request, FinishReason.ERROR)
-                plan.ended.append(request)
+                self._cannot_fit(request, plan)
             return False
-        plan.copies += manager.append(table, count)
+        request.num_computed = found
+        if swapped is not None:
+            if found < swapped.num_tokens:
+                plan.transfers += manager.swap_in(swapped, table)
+                request.num_computed = swapped.num_tokens
+            manager.discard(swapped)
+            request.swapped = None
+        request.table, request.status = table, Status.RUNNING
+        count = self._count(request, plan.budget)
+        self._append(request, count, plan)
         del self.waiting[request.request_id]
         if request.num_cached < 0:
             request.num_cached, request.scheduled_at = found, time.monotonic()
-        request.table, request.status = table, Status.RUNNING
         self.running.append(request)
         plan.add(request, count)
         return True
+
+    def _cannot_fit(self, request: Request, plan: _Plan) -> None:
+        size, available = self.manager.block_size, self.manager.num_available_blocks
+        needed = num_blocks_for(request.num_tokens, size)
+        request.error = OutOfBlocksError(
+            f"a sequence of {request.num_tokens} tokens needs {needed} blocks of {size} tokens, but only {available} "
+            "can be had: give the engine more memory or num_blocks",
+            needed=needed,
+            available=available,
+        )
+        self._end(request, FinishReason.ERROR)
+        plan.ended.append(request)
 
     def _missing_blocks(self, request: Request, found: int) -> int:
         """Blocks a waiting request needs besides ``found`` tokens in shared ones; one shared in part is copied."""
@@ -377,6 +525,10 @@ class Scheduler:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, reason: FinishReason) -> None:
+        for sibling in list(request.siblings):
+            self._detach(sibling)
+        if request.parent is not None:
+            self._detach(request)
         if request.status is Status.RUNNING:
             self.running.remove(request)
             if reason is not FinishReason.ERROR:
@@ -392,10 +544,14 @@ class Scheduler:
             self.manager.commit(request.namespace, request.tokens[: request.num_computed], request.table)
 
     def _release(self, request: Request) -> None:
-        """The one place where a request's blocks are given back."""
+        """The one place where what a request holds is given back."""
         if request.table is not None:
             self.manager.free(request.table)
-        request.table, request.num_computed = None, 0
+        if request.swapped is not None:
+            self.manager.discard(request.swapped)
+        request.table = request.swapped = None
+        request.num_computed = request.num_in_flight = 0
+        request.residency += 1
 
 
 class _Plan:
@@ -404,16 +560,22 @@ class _Plan:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.chunks: dict[str, Chunk] = {}
-        self.copies: list[BlockCopy] = []
+        self.transfers: list[Transfer] = []
         self.ended: list[Request] = []
         self.preempted = 0
 
     def add(self, request: Request, count: int) -> None:
         assert request.table is not None
-        start = request.num_computed
         self.budget -= count
+        samples = count == request.num_missing
         self.chunks[request.request_id] = Chunk(
-            request, start, count, tuple(request.table.blocks), samples=start + count == request.num_tokens
+            request,
+            request.num_planned,
+            count,
+            tuple(request.table.blocks),
+            samples,
+            tuple(request.siblings) if samples and request.siblings else (),
+            request.residency,
         )
 
     def drop(self, request: Request) -> None:
@@ -439,9 +601,14 @@ def check_books(scheduler: Scheduler, others: Iterable[Request] = ()) -> None:
     for request in scheduler.running:
         if request.status is not Status.RUNNING or request.table is None or request.num_missing < 1:
             raise InternalError(f"{request!r} is in the running list")
-        if request.table.num_tokens < request.num_computed:
+        if request.table.num_tokens < request.num_planned:
             raise InternalError(f"{request!r} has computed more tokens than its table holds")
-    for request in [*scheduler.waiting.values(), *others]:
+    for request in [*scheduler.waiting.values(), *scheduler.attached.values(), *others]:
         if request.table is not None:
             raise InternalError(f"{request!r} does not run and holds blocks")
+        if request.swapped is not None and request.request_id not in scheduler.waiting:
+            raise InternalError(f"{request!r} does not wait and holds blocks of the host tier")
+    for request in scheduler.attached.values():
+        if request.parent is None or request not in request.parent.siblings or request.parent.finished:
+            raise InternalError(f"{request!r} waits for a parent that does not know it")
     scheduler.manager.check_invariants()

@@ -17,9 +17,9 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_paged import compat
-from hf_paged.engine.core import run_step
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
+from hf_paged.engine.stepper import Stepper
 from hf_paged.errors import UnsupportedError
 from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
 from hf_paged.model.runner import ModelRunner
@@ -77,7 +77,9 @@ def run(
     eos = compat.eos_tokens(generation_config)
     seed = int(torch.randint(1 << 62, (1,))) if generation_config.do_sample else 0
     params = SamplingParams(temperature=1.0 if generation_config.do_sample else 0.0, max_tokens=max(new_tokens, 1))
-    requests, states = [], {}
+    requests: list[Request] = []
+    states: dict[str, SamplerState] = {}
+    stepper = Stepper(scheduler, runner, states)
     hits = 0
     try:
         for i, row in enumerate(rows):
@@ -88,7 +90,7 @@ def run(
                 params, compat.processors_of_row(call.model, generation_config, row, new_tokens), seed, i
             )
         while scheduler.has_work:
-            for event in run_step(scheduler, runner, states):
+            for event in stepper.step():
                 if event.request.error is not None:
                     raise event.request.error
         for request in requests:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -22,6 +23,8 @@ import torch
 from hf_paged import compat
 from hf_paged.attention import interface, registry
 from hf_paged.attention.metadata import AttentionMetadata, LayerKV, LayerSpec
+from hf_paged.cache.block import BlockCopy, SwapOut, Transfer
+from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
@@ -40,7 +43,7 @@ _PROBE_LENGTHS = (7, 4)
 
 class Work(Protocol):
     """One request's part of a step: token ids at positions ``start : start + count``, and its blocks. ``key`` is the
-    same for all parts of a request."""
+    same for all parts of a request; ``forks`` are the keys of requests that will go on from where it ends."""
 
     @property
     def key(self) -> str: ...
@@ -54,6 +57,22 @@ class Work(Protocol):
     def samples(self) -> bool: ...
     @property
     def token_ids(self) -> Sequence[int]: ...
+    @property
+    def forks(self) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step's work, and what can be made of it before its token ids are known (None for padded rows): the step, the
+    positions int64 ``[tokens]``, and the index of the last token of each part that samples, int64.
+
+    ``transfers`` come first, in order. ``keep`` are the keys of all requests that have a state besides blocks.
+    """
+
+    work: Sequence[Work]
+    transfers: Sequence[Transfer] = ()
+    keep: Collection[str] = ()
+    packed: tuple[Step, torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,7 @@ class _Probe:
     start: int
     blocks: Sequence[int]
     samples: bool = True
+    forks: Sequence[str] = ()
 
     @property
     def count(self) -> int:
@@ -119,6 +139,8 @@ class ModelRunner:
         if pool is None:
             pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
         self.pool, self._join = pool, join if join is not None else pool.layer
+        #: where requests that give way may keep their blocks, if there is such a place
+        self.host: HostTier | None = None
         for layer_idx, spec in specs.items():
             self._storage(layer_idx, spec)
         self.cache = EngineCache(self.config, self._storage, self.packed)
@@ -140,11 +162,6 @@ class ModelRunner:
         """Physical blocks of the pool; for a model without attention, which needs none, as many as anybody wants."""
         return self.pool.num_blocks or _BLOCKS_OF_NOTHING
 
-    def keep_only(self, keys: Collection[str]) -> None:
-        """Forget the recurrent state of every other request."""
-        for key in [key for key in self._states if key not in keys]:
-            del self._states[key]
-
     @property
     def vocab_size(self) -> int:
         return int(self.view.get_input_embeddings().num_embeddings)
@@ -155,19 +172,36 @@ class ModelRunner:
         if model is not None and not same_structure(model, self.view):
             self.view = view_of(model)
 
+    def prepare(self, work: Sequence[Work], transfers: Sequence[Transfer] = (), keep: Collection[str] = ()) -> Prepared:
+        """Everything about a step that does not depend on token ids; the step before may still be running."""
+        return Prepared(work, transfers, keep, pack(work, self.block_size) if self.cache.packed and work else None)
+
     @torch.inference_mode()
-    def run(self, work: Sequence[Work], copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
-        """Execute ``copies``, then compute every part; returns float32 logits ``[n, vocab]``, one row for each part
+    def run(self, prepared: Prepared) -> torch.Tensor:
+        """Execute the transfers, then compute every part; returns float32 logits ``[n, vocab]``, one row for each part
         that samples, in order."""
-        if copies:
-            self.pool.copy_blocks(copies)
-        return self._forward(self.cache, work)
+        for kind, found in itertools.groupby(prepared.transfers, type):
+            pairs: Any = list(found)
+            if kind is BlockCopy:
+                self.pool.copy_blocks(pairs)
+            elif self.host is None:
+                raise InternalError("blocks are to be moved to a host tier, but there is none")
+            elif kind is SwapOut:
+                self.host.swap_out(pairs)
+            else:
+                self.host.swap_in(pairs)
+        if self.recurrent:
+            for key in [key for key in self._states if key not in prepared.keep]:
+                del self._states[key]
+        if prepared.packed is None:
+            return self._forward(self.cache, prepared.work)
+        return self._packed(self.cache, prepared.work, *prepared.packed)
 
     # -- building steps ------------------------------------------------------------------------------------------
 
     def _forward(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
         if cache.packed:
-            return self._packed(cache, work)
+            return self._packed(cache, work, *pack(work, self.block_size))
         rows: dict[int, torch.Tensor] = {}
         groups: dict[tuple[int, bool], list[int]] = {}
         for i, part in enumerate(work):
@@ -180,9 +214,11 @@ class ModelRunner:
             return torch.empty(0, self.vocab_size)
         return torch.stack([rows[i] for i in sorted(rows)])
 
-    def _packed(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
-        cache.step, ids, positions, last = pack(work, self.block_size)
-        cache.past = 0
+    def _packed(
+        self, cache: EngineCache, work: Sequence[Work], step: Step, positions: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
+        cache.step, cache.past = step, 0
+        ids = torch.from_numpy(np.concatenate([np.asarray(part.token_ids, dtype=np.int64) for part in work]))
         device = self.device
         inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
         if self._takes_logits_to_keep and len(last):
@@ -231,6 +267,9 @@ class ModelRunner:
         for layer_idx in cache.recurrent:
             for state, row in zip(states, rows_of(cache.layers[layer_idx], len(work)), strict=True):
                 state[layer_idx] = row
+        for part, state in zip(work, states, strict=True):
+            for key in part.forks if cache.recurrent else ():
+                self._states[key] = copy.deepcopy(state)
         return logits
 
     def _state(self, cache: EngineCache, part: Work) -> dict[int, Any]:
@@ -307,9 +346,9 @@ class ModelRunner:
         return [self._forward(cache, [_Probe("a", ids[0][cut:], cut, blocks[0])])[0], second[0]]
 
 
-def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All parts in one row: the step, token ids and positions (int64 ``[tokens]``), and the index of the last token of
-    each part that samples (int64)."""
+def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor]:
+    """All parts in one row: the step, the positions (int64 ``[tokens]``), and the index of the last token of each part
+    that samples (int64)."""
     counts = np.array([part.count for part in work], dtype=np.int32)
     starts = np.array([part.start for part in work], dtype=np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
@@ -327,9 +366,8 @@ def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, tor
             max_seq_len=int((starts + counts).max()),
         )
     )
-    ids = np.concatenate([np.asarray(part.token_ids, dtype=np.int64) for part in work])
     last = (ends - 1)[[part.samples for part in work]].astype(np.int64)
-    return step, torch.from_numpy(ids), torch.from_numpy(positions.astype(np.int64)), torch.from_numpy(last)
+    return step, torch.from_numpy(positions.astype(np.int64)), torch.from_numpy(last)
 
 
 def _exact(model: torch.nn.Module) -> bool:

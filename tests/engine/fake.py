@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from hf_paged.cache.block import SwapIn, SwapOut
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler, SchedulerOutput, check_books
@@ -37,53 +38,92 @@ class FakeRunner:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.memory: dict[int, tuple[int, int]] = {}
+        self.host: dict[int, tuple[int, int]] = {}
 
     def slot(self, blocks: Sequence[int], position: int) -> int:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def run(self, output: SchedulerOutput) -> dict[str, int]:
         size = self.block_size
-        for copy in output.copies:
+        memory, host = self.memory, self.host
+        for transfer in output.transfers:
+            source = host if isinstance(transfer, SwapIn) else memory
+            target = host if isinstance(transfer, SwapOut) else memory
             for offset in range(size):
-                if copy.src * size + offset in self.memory:
-                    self.memory[copy.dst * size + offset] = self.memory[copy.src * size + offset]
+                target.pop(transfer.dst * size + offset, None)
+                if transfer.src * size + offset in source:
+                    target[transfer.dst * size + offset] = source[transfer.src * size + offset]
         sampled = {}
         for chunk in output.chunks:
-            tokens = chunk.request.tokens
-            for position in range(chunk.start, chunk.start + chunk.count):
-                self.memory[self.slot(chunk.blocks, position)] = (tokens[position], position)
+            for position, token in enumerate(chunk.token_ids, chunk.start):
+                self.memory[self.slot(chunk.blocks, position)] = (token, position)
         for chunk in output.chunks:
-            tokens = chunk.request.tokens
-            seen = [self.memory.get(self.slot(chunk.blocks, p)) for p in range(chunk.start + chunk.count)]
-            want = [(tokens[p], p) for p in range(chunk.start + chunk.count)]
+            tokens = [*chunk.request.tokens[: chunk.start], *chunk.token_ids]
+            seen = [self.memory.get(self.slot(chunk.blocks, p)) for p in range(len(tokens))]
+            want = [(token, p) for p, token in enumerate(tokens)]
             assert seen == want, f"{chunk.request!r} reads {seen}, not its own tokens"
             if chunk.samples:
-                sampled[chunk.request.request_id] = next_token(tokens)
+                for request in (chunk.request, *chunk.also):
+                    sampled[request.request_id] = next_token(tokens)
         return sampled
 
 
-def drive(scheduler: Scheduler, runner: FakeRunner, requests: Sequence[Request], limit: int = 10_000) -> int:
+class Driver:
+    """Steps a scheduler over a runner, the next plan being made before or after the results of a step are known."""
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner, overlap: bool = False) -> None:
+        self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
+        self.under_way: SchedulerOutput | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.under_way is not None
+
+    def step(self, before_update: Callable[[SchedulerOutput], None] = lambda _: None) -> tuple[list[Request], bool]:
+        """One plan; returns the requests that ended or took a token, and whether anybody goes on."""
+        scheduler = self.scheduler
+        output = scheduler.schedule()
+        if not scheduler.whole_prompts:
+            assert output.num_tokens <= scheduler.max_num_batched_tokens
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+        assert len({c.request.request_id for c in output.chunks}) == len(output.chunks)
+        progress = bool(output.chunks or output.ended or self.under_way)
+        ready = self.under_way if self.overlap else output
+        touched = list(output.ended)
+        if ready is not None and (ready.chunks or ready.transfers):
+            sampled = self.runner.run(ready)
+            before_update(ready)
+            touched += scheduler.update(ready, sampled)
+        self.under_way = output if self.overlap and (output.chunks or output.transfers) else None
+        return touched, progress
+
+
+def drive(
+    scheduler: Scheduler, runner: FakeRunner, requests: Sequence[Request], limit: int = 10_000, overlap: bool = False
+) -> int:
     """Run until nothing is left, checking the books and the budgets after every step; returns the steps it took."""
+    driver = Driver(scheduler, runner, overlap)
     for step in range(limit):
-        if not scheduler.has_work:
+        if not driver.has_work:
             return step
-        one_step(scheduler, runner, requests)
+        _, progress = driver.step()
+        assert progress or not driver.has_work, "a step without any progress"
+        check_books(scheduler, [r for r in requests if r.finished])
     raise AssertionError(f"not done after {limit} steps: {scheduler.running}, {list(scheduler.waiting)}")
 
 
 def one_step(scheduler: Scheduler, runner: FakeRunner, requests: Sequence[Request]) -> SchedulerOutput:
     output = scheduler.schedule()
-    if not scheduler.whole_prompts:
-        assert output.num_tokens <= scheduler.max_num_batched_tokens
-    assert len(scheduler.running) <= scheduler.max_num_seqs
-    assert output.chunks or output.ended or not scheduler.has_work, "a step without any progress"
+    assert output.num_tokens <= scheduler.max_num_batched_tokens or scheduler.whole_prompts
     scheduler.update(output, runner.run(output))
     check_books(scheduler, [r for r in requests if r.finished])
     return output
 
 
-def make(manager_blocks: int, block_size: int = 4, **options: object) -> tuple[Scheduler, FakeRunner]:
-    manager = KVCacheManager(manager_blocks + 1, block_size)
+def make(
+    manager_blocks: int, block_size: int = 4, host_blocks: int = 0, **options: object
+) -> tuple[Scheduler, FakeRunner]:
+    manager = KVCacheManager(manager_blocks + 1, block_size, host_blocks=host_blocks)
     return Scheduler(manager, **options), FakeRunner(block_size)  # type: ignore[arg-type]
 
 

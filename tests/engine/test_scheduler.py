@@ -144,7 +144,7 @@ def test_abort_at_any_time_gives_every_block_back(when: str) -> None:
         "waiting": lambda: True,
         "computing the prompt": lambda: victim.num_computed > 0 and victim.num_output == 0,
         "generating": lambda: victim.num_output > 2,
-        "preempted": lambda: victim.preemptions > 0 and victim.table is None,
+        "preempted": lambda: bool(victim.preemptions) and victim.table is None,
         "finished": lambda: victim.finished,
     }[when]
     if when == "preempted":

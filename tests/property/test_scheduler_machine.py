@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hf_paged.engine.request import FinishReason, Request
-from hf_paged.engine.scheduler import check_books
+from hf_paged.engine.scheduler import SchedulerOutput, check_books
 from hf_paged.errors import OutOfBlocksError
-from tests.engine.fake import VOCAB, alone, assert_as_alone, make
+from tests.engine.fake import VOCAB, Driver, alone, assert_as_alone, make
 
 HEADS = [[(7 * i + h) % VOCAB for i in range(40)] for h in range(3)]
 
@@ -34,31 +34,46 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         name=st.sampled_from(["fcfs", "lpm", "priority"]),
         ratio=st.sampled_from([0.0, 0.1, 0.7]),
+        host=st.sampled_from([0, 7, 60]),
+        preemption=st.sampled_from(["swap", "recompute", "auto"]),
+        overlap=st.booleans(),
     )
-    def start(self, blocks: int, seqs: int, budget: int, name: str, ratio: float) -> None:
-        self.blocks = blocks
-        self.scheduler, self.runner = make(blocks, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=name)
+    def start(
+        self, blocks: int, seqs: int, budget: int, name: str, ratio: float, host: int, preemption: str, overlap: bool
+    ) -> None:
+        self.blocks, self.host = blocks, host
+        self.scheduler, runner = make(
+            blocks, host_blocks=host, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=name,
+            preemption=preemption, swap_pays=lambda tokens: tokens % 2 == 0,
+        )  # fmt: skip
+        self.driver = Driver(self.scheduler, runner, overlap)
         self.scheduler.ratio.value = ratio
 
     @rule(
         head=st.sampled_from(HEADS), shared=st.integers(0, 40), own=st.integers(1, 30), tokens=st.integers(1, 24),
         urgency=st.integers(0, 2), stop=st.booleans(), salt=st.sampled_from(["a", "a", "b"]),
+        copies=st.sampled_from([1, 1, 1, 2, 4]),
     )  # fmt: skip
     def arrive(
-        self, head: list[int], shared: int, own: int, tokens: int, urgency: int, stop: bool, salt: str
+        self, head: list[int], shared: int, own: int, tokens: int, urgency: int, stop: bool, salt: str, copies: int
     ) -> None:  # fmt: skip
-        name = f"r{len(self.requests)}"
         prompt = [*head[:shared], *((own * 3 + i) % VOCAB for i in range(own))]
-        ends = frozenset({alone(prompt, tokens)[tokens // 2]}) if stop else frozenset()
-        request = Request(
-            name, array("q", prompt), tokens, stop_token_ids=ends, priority=urgency, namespace=(("salt", salt),)
-        )
-        try:
-            self.scheduler.add(request)
-        except OutOfBlocksError:
-            assert (len(prompt) + (tokens > 1) + 3) // 4 > self.blocks
-        else:
-            self.requests[name] = request
+        parent = None
+        for copy in range(copies):
+            name = f"r{len(self.requests)}"
+            # siblings sample the same tokens here, and end at different ones
+            end = alone(prompt, tokens)[max(0, tokens // 2 - copy)]
+            request = Request(
+                name, array("q", prompt), tokens, stop_token_ids=frozenset({end} if stop else ()), priority=urgency,
+                namespace=(("salt", salt),),
+            )  # fmt: skip
+            try:
+                self.scheduler.add(request, parent)
+            except OutOfBlocksError:
+                assert (len(prompt) + (tokens > 1) + 3) // 4 > self.blocks
+            else:
+                self.requests[name] = request
+                parent = parent or request
 
     @rule(data=st.data())
     def abort(self, data: Any) -> None:
@@ -80,23 +95,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(abort_in_flight=st.booleans(), times=st.integers(1, 6))
     def step(self, abort_in_flight: bool, times: int) -> None:
-        for _ in range(times):
-            busy = self.scheduler.has_work
-            progress = {name: (r.num_tokens, r.num_computed) for name, r in self.requests.items()}
-            output = self.scheduler.schedule()
-            assert output.num_tokens <= self.scheduler.max_num_batched_tokens
-            assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
-            assert len({c.request.request_id for c in output.chunks}) == len(output.chunks)
-            assert output.chunks or output.ended or not busy, f"nobody goes on: {progress}"
-            sampled = self.runner.run(output)
-            if abort_in_flight and output.chunks:
+        def abort(output: SchedulerOutput) -> None:
+            if abort_in_flight and output.chunks and not output.chunks[0].request.finished:
                 victim = output.chunks[0].request
                 self.scheduler.abort(victim.request_id)
                 self._note(victim, FinishReason.ABORT)
-            for request in self.scheduler.update(output, sampled):
-                self._note(request, request.finish_reason)
-            for request in output.ended:
-                self._note(request, FinishReason.ERROR)
+
+        for _ in range(times):
+            busy = self.driver.has_work
+            before = {name: (r.num_tokens, r.num_computed) for name, r in self.requests.items()}
+            touched, progress = self.driver.step(abort)
+            assert progress or not busy, f"nobody goes on: {before}"
+            for request in touched:
+                if request.finished:
+                    self._note(request, request.finish_reason)
 
     def _note(self, request: Request, reason: FinishReason | None) -> None:
         assert request.request_id not in self.ended, f"{request!r} ended twice"
@@ -115,10 +127,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(20_000):
-            if not self.scheduler.has_work:
+            if not self.driver.has_work:
                 break
             self.step(False, 1)
-        assert not self.scheduler.has_work, f"starved: {self.scheduler.running} {self.scheduler.waiting}"
+        assert not self.driver.has_work, f"starved: {self.scheduler.running} {self.scheduler.waiting}"
         for name, reason in self.ended.items():
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert_as_alone(self.requests[name])
@@ -126,6 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 # it was the only one left, or nothing else could have made room
                 assert (self.requests[name].num_tokens + 1 + 3) // 4 > self.blocks
         assert self.scheduler.manager.num_available_blocks == self.blocks
+        assert self.scheduler.manager.stats().free_host_blocks == self.host
 
 
 SchedulerMachine.TestCase.settings = settings(
