@@ -31,11 +31,13 @@ class Gate:
         self._changed = threading.Condition()
         self._allowed, self._arrived, self.passed = float("inf"), 0, 0
         self.fault: Exception | None = None
+        self.last_thread = 0
 
     def enter(self) -> None:
         """Called by the model, in whatever thread runs it."""
         with self._changed:
             self._arrived += 1
+            self.last_thread = threading.get_ident()
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: self._allowed > self.passed, PATIENCE), "nobody opened the gate"
             self.passed += 1
