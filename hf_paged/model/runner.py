@@ -193,6 +193,8 @@ class ModelRunner:
         if self.recurrent:
             for key in [key for key in self._states if key not in prepared.keep]:
                 del self._states[key]
+        if not prepared.work:
+            return torch.empty(0, self.vocab_size)
         if prepared.packed is None:
             return self._forward(self.cache, prepared.work)
         return self._packed(self.cache, prepared.work, *prepared.packed)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from hf_paged.cache.block import SwapIn, SwapOut
 from hf_paged.cache.manager import KVCacheManager
+from hf_paged.engine.policy import NewTokenRatio
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler, SchedulerOutput, check_books
 
@@ -66,6 +67,17 @@ class FakeRunner:
                 for request in (chunk.request, *chunk.also):
                     sampled[request.request_id] = next_token(tokens)
         return sampled
+
+
+class AdmitAll(NewTokenRatio):
+    """Reserves nothing for tokens to come, so that running requests have to give way."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def step(self) -> None: ...
+    def preempted(self, running: object) -> None: ...
+    def idle(self) -> None: ...
 
 
 class Driver:

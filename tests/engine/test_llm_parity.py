@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import hf_paged
 from hf_paged import LLM, SamplingParams
 from tests import zoo
+from tests.engine.fake import AdmitAll
 from tests.regressions.helpers import ids
 
 PACKED = [
@@ -46,18 +49,39 @@ NAMES = [
 ]  # fmt: skip
 
 
+#: every pair of two values is in one of these; the rest of the product is slow
+PAIRS = [
+    ("fcfs", "recompute", False), ("fcfs", "swap", True), ("lpm", "recompute", True), ("lpm", "swap", False),
+    ("priority", "swap", True), ("priority", "recompute", False),
+]  # fmt: skip
+MODES = [
+    pytest.param(*mode, id="-".join([*mode[:2], "overlap" if mode[2] else "serial"]), marks=[] if mode in PAIRS else pytest.mark.slow)
+    for mode in itertools.product(["fcfs", "lpm", "priority"], ["recompute", "swap"], [False, True])
+]  # fmt: skip
+
+
+@functools.cache
+def wanted(name: str) -> list[list[int]]:
+    return [alone(zoo.build(name), p) for p in prompts()]
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_staggered_requests_under_memory_pressure(name: str, policy: str) -> None:
-    model = zoo.build(name)
-    want = [alone(model, p) for p in prompts()]
-    llm = LLM(model, block_size=4, num_blocks=24, max_num_batched_tokens=16, policy=policy)
+@pytest.mark.parametrize(("policy", "preemption", "overlap"), MODES)
+def test_staggered_requests_under_memory_pressure(name: str, policy: str, preemption: str, overlap: bool) -> None:
+    llm = LLM(
+        zoo.build(name), block_size=4, num_blocks=16, max_num_batched_tokens=16, policy=policy, preemption=preemption,
+        overlap=overlap, host_memory="1MiB" if preemption == "swap" else None,
+    )  # fmt: skip
     assert llm.core.runner.packed == (name in PACKED)
-    llm.core.scheduler.ratio.value = 0.1  # admit too many
-    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=10))
-    assert [o.outputs[0].token_ids for o in outputs] == want
+    llm.core.scheduler.ratio = AdmitAll()
+    urgencies = [i % 3 for i in range(12)]
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=10), priority=urgencies)
+    assert [o.outputs[0].token_ids for o in outputs] == wanted(name)
     stats = llm.stats()
-    assert stats["preemptions"] >= 1
+    if name != "mamba2":  # it has no blocks to run out of
+        assert stats["preemptions"] >= 3
+        assert (stats["swaps"] >= 1) == (preemption == "swap")
+    assert stats["free_host_blocks"] == stats["host_blocks"]
     # the state of recurrent layers is not kept for others
     assert any(o.num_cached_tokens for o in outputs) == (name not in RECURRENT)
     check_clean(llm)
