@@ -250,10 +250,11 @@ class LLM:
             for group in groups:
                 self._drop(group)
 
-    def _step(self) -> list[_Group]:
-        """One step of the engine; returns the groups it brought something for."""
+    def _step(self, drain: bool = False) -> list[_Group]:
+        """One step of the engine, or with ``drain`` the end of one under way; returns the groups it brought something
+        for."""
         try:
-            events = self.core.step()
+            events = self.core.drain() if drain else self.core.step()
         except Exception as error:  # a fault of the engine or the model: nothing that runs can go on
             for request in self.core.fail_all(error):
                 self._end(request)

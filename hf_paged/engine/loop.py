@@ -140,14 +140,22 @@ class EngineLoop:
 
     def pause(self) -> None:
         """Stop stepping, once the present step is done; requests stay where they are. Weights may change then."""
-        self.call(lambda: self._set_paused(True))
+        done: Future[None] = Future()
+
+        def stop() -> None:
+            self._step(drain=True)  # a fault in it ends the loop, as in any step
+            self._paused = True
+            done.set_result(None)
+
+        self._send(_Command(stop, done.set_exception))
+        done.result()
 
     def resume(self) -> None:
         """Go on. Requests that had begun are recomputed if the weights changed meanwhile."""
 
         def go_on() -> None:
             self.llm.core.look_at_weights()
-            self._set_paused(False)
+            self._paused = False
 
         self.call(go_on)
 
@@ -165,7 +173,13 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
+        """Whether the thread still runs, be it to its end."""
         return self._thread.is_alive()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closing
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> bool:
         """End the loop and every request; idempotent.
@@ -177,7 +191,7 @@ class EngineLoop:
         Returns whether the loop has ended.
         """
         with self._wake:
-            self._draining = drain and not self._closing
+            self._draining = drain and (self._draining or not self._closing)
             self._closing = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
@@ -203,33 +217,26 @@ class EngineLoop:
             self._commands.append(command)
             self._wake.notify()
 
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
-
     def _has_step(self) -> bool:
         return not self._paused and self.llm.core.has_work
 
-    def _next_commands(self) -> list[_Command] | None:
-        """Wait for something to do; returns the commands, or None when the loop is to end."""
+    def _wait(self) -> bool:
+        """Wait for something to do; False when the loop is to end."""
         with self._wake:
             while not self._commands and not self._closing and not self._has_step():
                 self._wake.wait()
-                self._last_step = time.monotonic()  # having had nothing to do is no stall
-            if self._closing and not (self._draining and (self._commands or self._has_step())):
-                return None
-            commands = list(self._commands)
-            self._commands.clear()
-            return commands
+            return not self._closing or (self._draining and (bool(self._commands) or self._has_step()))
 
     def _run(self) -> None:
         try:
-            while (commands := self._next_commands()) is not None:
-                for command in commands:
-                    command.run()
+            while self._wait():
+                for _ in range(len(self._commands)):
+                    self._commands[0].run()
+                    self._commands.popleft()  # only now: one that ends the loop is among those that it refuses
                 if self._has_step():
-                    for group in self.llm._step():
-                        self._publish(group)
+                    self._step()
                 self._last_step = time.monotonic()
+            self._step(drain=True)
             ended = EngineDeadError("the engine was closed")
         except BaseException as error:  # whatever it is, everybody who waits must learn of it
             logger.exception("the engine's loop ended")
@@ -238,6 +245,10 @@ class EngineLoop:
             ended = EngineDeadError(f"the engine's loop ended: {error!r}")
             ended.__cause__ = error
         self._say_goodbye(ended)
+
+    def _step(self, drain: bool = False) -> None:
+        for group in self.llm._step(drain):
+            self._publish(group)
 
     def _say_goodbye(self, ended: EngineDeadError) -> None:
         with self._wake:
