@@ -18,14 +18,20 @@ class SamplingParams:
     """Settings of one request.
 
     Attributes:
-        n: completions to return for the prompt, each from its own stream of random numbers.
-        max_tokens: tokens to generate at most.
+        n: completions to return for the prompt, each from its own stream of random numbers; with beams, the best n.
+        best_of: completions to sample, of which the n with the highest cumulative log-probability are returned; None
+            samples n.
+        num_beams: more than 1 is beam search, which is greedy, as in transformers.
+        length_penalty, early_stopping: of beam search, as in transformers.
+        max_tokens: tokens to generate at most; 0, with ``echo`` or ``prompt_logprobs``, only looks at the prompt.
         min_tokens: tokens to generate before an end-of-sequence token, a stop token or a stop text may end it.
         temperature: 0 takes the most likely token; else scores are divided by it.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all. 1 is greedy.
-        top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff: truncations as in transformers; their neutral values are
-            1, 0, 1, 0 and 0.
-        repetition_penalty, encoder_repetition_penalty, no_repeat_ngram_size: as in transformers, prompt included.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all. 1 is the same as temperature 0.
+        top_p, min_p, top_h, typical_p, epsilon_cutoff, eta_cutoff: truncations as in transformers; their neutral
+            values are 1, 0, None, 1, 0 and 0.
+        repetition_penalty, no_repeat_ngram_size: as in transformers, prompt included.
+        encoder_repetition_penalty, encoder_no_repeat_ngram_size: as in transformers, where the prompt of a model
+            without encoder takes the part of the encoder's input.
         presence_penalty, frequency_penalty: as in OpenAI's API, output only, subtracted from the scores first.
         bad_words_ids, sequence_bias, suppress_tokens, begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id,
         remove_invalid_values, exponential_decay_length_penalty, renormalize_logits: as in transformers.
@@ -34,25 +40,37 @@ class SamplingParams:
         stop: texts that end the output; ``include_stop_str_in_output`` keeps the one that did.
         stop_token_ids: ids that end it, besides the model's own unless ``ignore_eos``.
         seed: makes sampling reproducible whatever else is in the batch; None draws one.
-        logprobs: alternatives to report per token, besides the chosen one; raw log-softmax of the model's logits.
+        logprobs: alternatives to report per token, besides the chosen one.
+        prompt_logprobs: the same for the tokens of the prompt.
+        logprobs_mode: "raw" reports the log-softmax of the model's logits, "processed" that of the scores after all
+            processors.
+        echo: begin the output with the prompt.
         skip_special_tokens: leave special tokens out of the text.
         logits_processors: called as in transformers, ``(input_ids [1, tokens], scores [1, vocab]) -> scores``.
         prefix_allowed_tokens_fn: ``(0, input_ids [tokens]) -> list of ids``, as in transformers.
+        stopping_criteria: called as in transformers, ``(input_ids [1, tokens], scores [1, vocab]) -> whether to stop``,
+            after each token, with the processed scores it was chosen from; in addition to all other ends.
     """
 
     n: int = 1
+    best_of: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_h: float | None = None
     typical_p: float = 1.0
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     repetition_penalty: float = 1.0
     encoder_repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bad_words_ids: Sequence[Sequence[int]] | None = None
@@ -72,47 +90,91 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    echo: bool = False
     skip_special_tokens: bool = True
     logits_processors: Sequence[Callable[..., Any]] = field(default_factory=tuple)
     prefix_allowed_tokens_fn: Callable[..., Any] | None = None
+    stopping_criteria: Sequence[Callable[..., Any]] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
             self._check(name, isinstance(value, int | float) and not isinstance(value, bool), "a number")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        listed = isinstance(self.stop, list | tuple) and all(isinstance(text, str) for text in self.stop)
-        self._check("stop", listed, "a text or a list of texts")
-        if any(not text for text in self.stop):
-            raise ConfigError("stop holds an empty text, which every output contains")
-        for name in ("n", "max_tokens"):
-            self._check(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an int of at least 1")
-        for name in ("min_tokens", "no_repeat_ngram_size"):
-            self._check(name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "an int of at least 0")
-        if self.min_tokens > self.max_tokens:
-            raise ConfigError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        for name in _FLAGS:
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            self._check(name, _is_int(value) and value >= least, f"an int of at least {least}")
+        for name in ("best_of", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._check(name, value is None or (_is_int(value) and value >= 0), "an int of at least 0, or None")
+        self._check("seed", self.seed is None or _is_int(self.seed), "an int or None")
+        self._check_scores()
+        self._check_ends()
+        self._check_beams()
+
+    def _check_scores(self) -> None:
         self._check("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0")
         self._check(
             "top_k", _is_int(self.top_k) and self.top_k >= -1, "an int of at least 1, or 0 or -1 for all tokens"
         )
         for name in ("top_p", "typical_p"):
             self._check(name, 0 < getattr(self, name) <= 1, "more than 0 and at most 1")
+        if self.top_h is not None:
+            self._check("top_h", 0 < self.top_h <= 1, "more than 0 and at most 1, or None")
         for name in ("min_p", "epsilon_cutoff", "eta_cutoff"):
             self._check(name, 0 <= getattr(self, name) <= 1, "from 0 to 1")
         for name in ("repetition_penalty", "encoder_repetition_penalty"):
             self._check(name, 0 < getattr(self, name) < float("inf"), "more than 0")
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, -2 <= getattr(self, name) <= 2, "from -2 to 2")
-        if self.logprobs is not None:
-            self._check("logprobs", _is_int(self.logprobs) and self.logprobs >= 0, "an int of at least 0, or None")
-        if self.seed is not None:
-            self._check("seed", _is_int(self.seed), "an int or None")
         for token, bias in (self.logit_bias or {}).items():
             if not _is_int(token) or not -100 <= bias <= 100:
                 raise ConfigError(f"logit_bias[{token!r}]={bias!r} must be a number from -100 to 100 for a token id")
+        self._check("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids), "token ids")
+        self._check("logprobs_mode", self.logprobs_mode in ("raw", "processed"), "'raw' or 'processed'")
+        if self.best_of is not None:
+            self._check("best_of", self.best_of >= self.n, f"at least n={self.n}")
+            if self.best_of > self.n and self.greedy and self.num_beams == 1:
+                raise ConfigError(
+                    f"best_of={self.best_of} completions would all be the same: give a temperature above 0, or "
+                    "num_beams for a search"
+                )
 
-    def _check(self, name: str, good: bool, wanted: str) -> None:
+    def _check_ends(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        listed = isinstance(self.stop, list | tuple) and all(isinstance(text, str) for text in self.stop)
+        self._check("stop", listed, "a text or a list of texts")
+        if any(not text for text in self.stop):
+            raise ConfigError("stop holds an empty text, which every output contains")
+        criteria = self.stopping_criteria
+        listed = isinstance(criteria, list | tuple) and all(callable(criterion) for criterion in criteria)
+        self._check("stopping_criteria", listed, "a list of StoppingCriteria")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ConfigError("max_tokens=0 asks for nothing: give at least 1, or echo=True or prompt_logprobs as well")
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+
+    def _check_beams(self) -> None:
+        known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        self._check("early_stopping", known, "True, False or 'never'")
+        if self.num_beams == 1:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                self._check(name, getattr(self, name) == neutral, f"left at {neutral} without num_beams above 1")
+            return
+        if not self.greedy:
+            raise ConfigError(
+                f"num_beams={self.num_beams} with temperature={self.temperature}: beam search does not sample; set "
+                "temperature=0"
+            )
+        self._check("n", self.n <= self.num_beams, f"at most num_beams={self.num_beams}")
+        self._check("best_of", self.best_of is None, "None with num_beams above 1: the beams are what n is chosen from")
+        self._check("max_tokens", self.max_tokens >= 1, "an int of at least 1 with num_beams above 1")
+
+    def _check(self, name: str, good: object, wanted: str) -> None:
         if not good:
             raise ConfigError(f"{name}={getattr(self, name)!r} must be {wanted}")
 
@@ -133,6 +195,7 @@ class SamplingParams:
             self.repetition_penalty,
             self.encoder_repetition_penalty,
             self.no_repeat_ngram_size,
+            self.encoder_no_repeat_ngram_size,
             self.presence_penalty,
             self.frequency_penalty,
             self.bad_words_ids,
@@ -151,9 +214,18 @@ class SamplingParams:
 
 _NUMBERS = (
     "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
-    "encoder_repetition_penalty", "presence_penalty", "frequency_penalty",
+    "encoder_repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty",
 )  # fmt: skip
-_NEUTRAL = (0, 1.0, 1.0, 0, 0.0, 0.0, *(None,) * 6, False, *(None,) * 4)
+_FLAGS = (
+    "remove_invalid_values", "renormalize_logits", "include_stop_str_in_output", "ignore_eos", "echo",
+    "skip_special_tokens",
+)  # fmt: skip
+#: their smallest values
+_COUNTS = {
+    "n": 1, "num_beams": 1, "max_tokens": 0, "min_tokens": 0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+}  # fmt: skip
+_NEUTRAL = (0, 1.0, 1.0, 0, 0, 0.0, 0.0, *(None,) * 6, False, *(None,) * 4)
 
 
 def _is_int(value: object) -> bool:

@@ -1,17 +1,19 @@
 """A request's processors: transformers' own, built as ``generate()`` builds them, and the few it has no equal for.
 
 Every option that changes scores is one of these, so its meaning and its place in the order are stock's by construction.
-They see the request alone: ids ``[1, tokens]``, scores ``[1, vocab]``.
+They see the request alone: ids ``[1, tokens]``, scores ``[1, vocab]``. The sampler runs them, the common ones for many
+rows at once (see stages.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hf_paged import compat
+from hf_paged.errors import InvalidRequestError
 from hf_paged.sampling_params import SamplingParams
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -33,16 +35,12 @@ def processors_for(
         num_return_sequences=1,
         max_length=len(prompt) + params.max_tokens,
         min_new_tokens=params.min_tokens or None,
-        temperature=None if params.greedy else params.temperature,
-        top_k=None if params.top_k <= 0 else params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p or None,
-        typical_p=params.typical_p,
-        epsilon_cutoff=params.epsilon_cutoff,
-        eta_cutoff=params.eta_cutoff,
-        repetition_penalty=params.repetition_penalty,
-        encoder_repetition_penalty=params.encoder_repetition_penalty,
+        **({} if params.greedy else _truncations(params)),
+        # these have to be of type float
+        repetition_penalty=float(params.repetition_penalty),
+        encoder_repetition_penalty=float(params.encoder_repetition_penalty),
         no_repeat_ngram_size=params.no_repeat_ngram_size,
+        encoder_no_repeat_ngram_size=params.encoder_no_repeat_ngram_size,
         bad_words_ids=None if params.bad_words_ids is None else [list(w) for w in params.bad_words_ids],
         sequence_bias=params.sequence_bias,
         suppress_tokens=_listed(params.suppress_tokens),
@@ -59,30 +57,55 @@ def processors_for(
     own = compat.logits_processors(model, config, ids, device, custom, params.prefix_allowed_tokens_fn)
     first: list[Processor] = []
     if params.logit_bias:
-        first.append(_Bias(params.logit_bias, device))
+        first.append(LogitBias(params.logit_bias))
     if params.presence_penalty or params.frequency_penalty:
-        first.append(_OutputPenalty(len(prompt), params.presence_penalty, params.frequency_penalty))
+        first.append(OutputPenalty(len(prompt), params.presence_penalty, params.frequency_penalty))
     if params.allowed_token_ids is not None:
-        first.append(_Allowed(params.allowed_token_ids, device))
+        first.append(AllowedTokens(params.allowed_token_ids))
     return [*first, *own]
+
+
+def _truncations(params: SamplingParams) -> dict[str, Any]:
+    return {
+        "temperature": params.temperature,
+        "top_h": params.top_h,
+        "top_k": None if params.top_k <= 0 else params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p or None,
+        "typical_p": params.typical_p,
+        "epsilon_cutoff": params.epsilon_cutoff,
+        "eta_cutoff": params.eta_cutoff,
+    }
 
 
 def _listed(ids: Sequence[int] | None) -> list[int] | None:
     return None if ids is None else list(ids)
 
 
-class _Bias:
+def _check(name: str, token_ids: Iterable[int], vocab: int) -> None:
+    bad = [token for token in token_ids if not 0 <= token < vocab]
+    if bad:
+        raise InvalidRequestError(f"{name} names the token ids {bad}; the model scores the tokens 0..{vocab - 1}")
+
+
+class LogitBias:
     """Adds a number to the scores of some tokens."""
 
-    def __init__(self, bias: Any, device: torch.device) -> None:
-        self.ids = torch.tensor(list(bias.keys()), device=device)
-        self.values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self.bias = bias
+
+    def check(self, vocab: int) -> None:
+        """Raise InvalidRequestError for tokens that the model does not score."""
+        _check("logit_bias", self.bias, vocab)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.index_add(1, self.ids, self.values[None])
+        self.check(scores.shape[1])
+        ids = torch.tensor(list(self.bias), device=scores.device)
+        values = torch.tensor(list(self.bias.values()), dtype=scores.dtype, device=scores.device)
+        return scores.index_add(1, ids, values[None])
 
 
-class _OutputPenalty:
+class OutputPenalty:
     """OpenAI's penalties: ``presence`` off the score of each token in the output, ``frequency`` for each time it is."""
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
@@ -93,13 +116,18 @@ class _OutputPenalty:
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
-class _Allowed:
+class AllowedTokens:
     """Leaves only some tokens to choose from."""
 
-    def __init__(self, ids: Sequence[int], device: torch.device) -> None:
-        self.ids = torch.tensor(list(ids), device=device)
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+
+    def check(self, vocab: int) -> None:
+        """Raise InvalidRequestError for tokens that the model does not score."""
+        _check("allowed_token_ids", self.token_ids, vocab)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.check(scores.shape[1])
         masked = torch.full_like(scores, float("-inf"))
-        masked[:, self.ids] = scores[:, self.ids]
+        masked[:, self.token_ids] = scores[:, self.token_ids]
         return masked

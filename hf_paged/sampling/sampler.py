@@ -113,9 +113,7 @@ def _chunks(logits: torch.Tensor) -> Iterator[slice]:
 class _Batch:
     """Rows that are sampled together. ``errors`` are those that have failed so far."""
 
-    def __init__(
-        self, logits: torch.Tensor, states: Sequence[SamplerState], tokens: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, logits: torch.Tensor, states: Sequence[SamplerState], tokens: Sequence[Sequence[int]]) -> None:
         self.logits, self.states, self.tokens = logits, states, tokens
         self.errors: dict[int, Exception] = {}
         self.chosen: dict[int, int] = {}
@@ -171,7 +169,7 @@ class _Batch:
         return Part(self.place[row], step.processor, step.prepared, self.states[row]._history, self.tokens[row])
 
     def _call(self, row: int, processor: Processor) -> None:
-        own = self.scores[self.place[row]][None]
+        own = self.scores[self.place[row]][None].clone()  # which the processor may keep
         try:
             scores = processor(self.states[row]._history.ids(self.tokens[row], own.device), own)
             if scores.shape != own.shape:
@@ -219,9 +217,7 @@ class _Batch:
 
     def _processed(self, rows: Sequence[int]) -> torch.Tensor:
         """Scores after all processors, ``[rows, vocab]``."""
-        return torch.stack(
-            [self.scores[self.place[row]] if row in self.place else self.logits[row] for row in rows]
-        )
+        return torch.stack([self.scores[self.place[row]] if row in self.place else self.logits[row] for row in rows])
 
     def _logprobs(self) -> dict[int, dict[int, Logprob]]:
         groups: dict[tuple[str, int], list[int]] = {}
@@ -238,8 +234,8 @@ class _Batch:
     def _stopped(self, row: int) -> bool:
         """Whether a stopping criterion is met; each is asked, as in ``generate()``."""
         state, scores = self.states[row], self._processed([row])
-        ids = state._history.ids(self.tokens[row], scores.device, more=self.chosen[row])
         try:
+            ids = state._history.ids(self.tokens[row], scores.device, more=self.chosen[row])
             met = [bool(torch.as_tensor(met(ids, scores)).any()) for met in state.params.stopping_criteria]
         except Exception as error:  # a criterion may be anybody's code: it ends its own request
             self.errors[row] = error
