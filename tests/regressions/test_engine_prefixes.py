@@ -34,6 +34,58 @@ def completed(llm: LLM, tokens: list[int], new: int = 4, **options: Any) -> Any:
     return output
 
 
+# -- case 7 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_completions_of_a_prompt_share_its_blocks(length: int) -> None:
+    """Case 7: each completion of one prompt copied its state as a whole.
+
+    https://github.com/huggingface/transformers/issues/45563
+    """
+    llm, tokens = LLM(zoo.build("llama"), block_size=BS, num_blocks=64), prompt(length)
+    stream = llm.stream(tokens, SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=1))
+    next(stream)
+    assert llm.stats()["computed_tokens"] == length, "the prompt is computed once"
+    whole, copies = length // BS, 2 if length % BS else 0
+    next(stream)
+    tables = [r.table.blocks for r in llm.core.scheduler.running if r.table is not None]
+    assert len(tables) == 3 and all(t[:whole] == tables[0][:whole] for t in tables)
+    assert all(llm.core.manager._pool.holds(block) == 3 for block in tables[0][:whole])
+    own = [block for t in tables for block in t[whole:]]
+    assert len(set(own)) == len(own), "what they write is their own"
+    # in the tree a prompt may end inside a block, which its writer then copies as well
+    assert copies <= llm.stats()["cow_copies"] <= copies + 1
+    *_, output = stream
+    assert len({tuple(c.token_ids) for c in output.outputs}) == 3
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_end_of_one_completion_takes_nothing_from_the_others(length: int, prefix_caching: bool) -> None:
+    """Case 7: blocks of siblings were freed with the first of them that ended.
+
+    https://github.com/huggingface/transformers/issues/45563
+    """
+    model, tokens = zoo.build("llama"), prompt(length)
+    llm = LLM(model, block_size=BS, num_blocks=64, prefix_caching=prefix_caching)
+    params = {"n": 3, "temperature": 1.0, "max_tokens": 20, "seed": 1, "logprobs": 0}
+    whole = [c.token_ids for c in llm.generate(tokens, SamplingParams(**params))[0].outputs]
+    stop = whole[1][2]
+    output = llm.generate([tokens, prompt(12, seed=5)], SamplingParams(**params, stop_token_ids=[stop]))[0]
+    ends = [w[: w.index(stop) + 1] if stop in w else w for w in whole]
+    assert [c.token_ids for c in output.outputs] == ends
+    assert len(ends[1]) <= 3 and max(map(len, ends)) > 10, "one of them ends long before another"
+    for completion in output.outputs:  # and each read its own keys to its end
+        with torch.no_grad():
+            rows = model(torch.tensor([[*tokens, *completion.token_ids]])).logits[0].log_softmax(-1)
+        want = [float(rows[length - 1 + i, t]) for i, t in enumerate(completion.token_ids)]
+        got = [found[t].logprob for found, t in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert got == pytest.approx(want, abs=1e-4)
+    check_clean(llm)
+
+
 # -- case 8 ------------------------------------------------------------------------------------------------------------
 
 
