@@ -160,6 +160,27 @@ def logits_processors(
     )
 
 
+def resolved_generation_config(model: Any, generation_config: Any, prompt_length: int) -> Any:
+    """A copy of ``generation_config`` with what is unset taken from the model's own and then from transformers'
+    defaults, as ``generate()`` does it; ``max_length`` and ``min_length`` count the prompt's tokens.
+
+    Raises ValueError for combinations that transformers refuses.
+    """
+    own = model.generation_config
+    unset = {
+        f"has_default_{name}": getattr(generation_config, name) is None and getattr(own, name) is None
+        for name in ("max_length", "min_length")
+    }
+    resolved, _ = model._prepare_generation_config(generation_config)
+    return model._prepare_generated_length(
+        generation_config=resolved,
+        **unset,
+        model_input_name="input_ids",
+        input_ids_length=prompt_length,
+        inputs_tensor=None,
+    )
+
+
 def eos_tokens(generation_config: Any) -> frozenset[int]:
     """What ends a row of a running ``generate()``."""
     eos = getattr(generation_config, "_eos_token_tensor", None)

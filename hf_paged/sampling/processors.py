@@ -67,7 +67,7 @@ def processors_for(
 
 def _truncations(params: SamplingParams) -> dict[str, Any]:
     return {
-        "temperature": params.temperature,
+        "temperature": float(params.temperature),
         "top_h": params.top_h,
         "top_k": None if params.top_k <= 0 else params.top_k,
         "top_p": params.top_p,
