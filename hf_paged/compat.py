@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers import masking_utils as masking_utils
 from transformers import modeling_utils as modeling_utils
 from transformers.cache_utils import (
@@ -27,6 +27,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.generation import configuration_utils as generation_configuration_utils
+from transformers.generation.continuous_batching import continuous_api, requests
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
@@ -39,15 +40,20 @@ __all__ = [
     "AttentionInterface",
     "Cache",
     "CacheLayerMixin",
+    "ContinuousBatchingConfig",
+    "ContinuousBatchingManager",
+    "ContinuousMixin",
     "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "EncoderDecoderCache",
     "GenerationConfig",
     "GenerationMixin",
+    "GenerationOutput",
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
     "LogitsProcessorList",
+    "RequestStatus",
     "cache_in_kwargs",
     "check_supported",
     "generation_configuration_utils",
@@ -74,6 +80,13 @@ PREFILL = "_prefill"
 ASSISTED_DECODING = "_assisted_decoding"
 #: greedy search and sampling
 SAMPLE = "_sample"
+#: transformers' continuous batching: what drives it, what every model inherits of it, and what it delivers
+ContinuousBatchingManager: Any = continuous_api.ContinuousBatchingManager
+ContinuousMixin: Any = continuous_api.ContinuousMixin
+GenerationOutput: Any = requests.GenerationOutput
+RequestStatus: Any = requests.RequestStatus
+#: where a model keeps a manager of continuous batching from one session to the next
+CACHED_MANAGER = "_cached_continuous_batching_manager"
 #: the function of masking_utils that every mask builder calls first
 MASK_ARGUMENTS = "_preprocess_mask_arguments"
 
@@ -207,3 +220,24 @@ def processors_of_row(model: Any, generation_config: Any, row: Any, new_tokens: 
 def keeps_nothing(layer: Any) -> bool:
     """Whether a cache layer is a placeholder: its attention shares another layer's keys (not there before 5.20)."""
     return type(layer).__name__ == "DummyLayer"
+
+
+def page_size(config: ContinuousBatchingConfig) -> tuple[int, bool]:
+    """Tokens in one of the blocks that ``config`` counts, and whether somebody chose it (named block_size in 5.17)."""
+    name = "page_size" if hasattr(config, "page_size") else "block_size"
+    size = int(getattr(config, name))
+    return size, size != type(config).__dataclass_fields__[name].default
+
+
+def serving_utils() -> Any:
+    """The module that ``transformers serve`` keeps its generation managers in.
+
+    None where what it needs (fastapi, uvicorn, openai) is not installed, so that nobody can run it.
+    """
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        return None
+    from transformers.cli.serving import utils
+
+    return utils

@@ -37,11 +37,10 @@ _ENGINE_MODES = ("greedy_search", "sample")
 _lock = threading.RLock()
 
 
-class _Registration:
-    """The patches in force, each with what it replaced."""
+class _Patches:
+    """Attributes that were replaced, each with what it was."""
 
     def __init__(self) -> None:
-        self.defaults = CacheConfig()
         self.replaced: list[tuple[Any, str, Any, Any]] = []
 
     @property
@@ -59,15 +58,32 @@ class _Registration:
         self.replaced.clear()
 
 
+class _Registration(_Patches):
+    """What ``register()`` put in place, and the defaults it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.defaults = CacheConfig()
+        self.continuous_batching = _Patches()
+
+
 _registration = _Registration()
 
 
-def register(cache_config: CacheConfig | Mapping[str, Any] | None = None, **options: Any) -> None:
+def register(
+    cache_config: CacheConfig | Mapping[str, Any] | None = None,
+    *,
+    continuous_batching: bool | None = None,
+    **options: Any,
+) -> None:
     """Make ``cache_implementation="paged"`` run stock ``generate()`` on paged, shared KV blocks.
 
     Args:
         cache_config: defaults for every later call, as a CacheConfig or a dict; ``options`` are the same as keywords.
             A call's own ``cache_config=`` goes on top.
+        continuous_batching: with True, ``model.generate_batch``, ``model.continuous_batching_context_manager`` and
+            ``transformers serve --continuous-batching`` run on hf_paged's engine, too, with these defaults; False gives
+            them back to transformers, and None leaves them as they are.
 
     Idempotent. A second call with other arguments changes the defaults of later calls; pools whose size or block size
     no longer fits are replaced when their model is next used. Raises UnsupportedError on a transformers version that
@@ -79,6 +95,8 @@ def register(cache_config: CacheConfig | Mapping[str, Any] | None = None, **opti
     defaults = CacheConfig.from_dict(cache_config if cache_config is not None else options)
     with _lock:
         _registration.defaults = defaults
+        if continuous_batching is not None:
+            _set_continuous_batching(continuous_batching)
         if _registration.active:
             return
         names = compat.generation_configuration_utils
@@ -94,6 +112,7 @@ def unregister() -> None:
     Calls in progress finish on the blocks they have; their memory goes with them.
     """
     with _lock:
+        _set_continuous_batching(False)
         _registration.restore()
         _registration.defaults = CacheConfig()
         models.optimizer_hook.remove()
@@ -103,6 +122,24 @@ def unregister() -> None:
 def is_registered() -> bool:
     """Whether ``register()`` is in force."""
     return _registration.active
+
+
+def _set_continuous_batching(wanted: bool) -> None:
+    patches = _registration.continuous_batching
+    if wanted == patches.active:
+        return
+    from hf_paged.generation import continuous, transformers_serve
+
+    if not wanted:
+        patches.restore()
+        continuous.forget_kept_managers()
+        return
+    found = continuous.replacements(lambda: _registration.defaults)
+    utils = compat.serving_utils()
+    if utils is not None:
+        found += transformers_serve.replacements(utils)
+    for owner, name, wrap in found:
+        patches.patch(owner, name, wrap(owner.__dict__[name]))
 
 
 # -- the patches ------------------------------------------------------------------------------------------------------
