@@ -186,3 +186,37 @@ def test_weights_that_change_in_a_pause_are_followed_from_there_on() -> None:
             clean(llm)
 
     run(work())
+
+
+def test_weights_that_changed_unseen_are_said_to_have_changed() -> None:
+    model, prompt = zoo.fresh("llama"), prompts()[5]
+
+    async def work() -> None:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            await last(llm, prompt)
+            assert (await last(llm, prompt)).num_cached_tokens > 0
+            llm.weights_changed()
+            assert (await last(llm, prompt)).num_cached_tokens == 0
+            clean(llm)
+
+    run(work())
+
+
+@pytest.mark.model
+def test_a_chat_is_what_the_template_makes_of_it(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    batch = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    out = model.generate(**batch, do_sample=False, max_new_tokens=10)[0, batch["input_ids"].shape[1] :].tolist()
+
+    async def work() -> None:
+        async with AsyncLLM(model, tokenizer, num_blocks=32) as llm:
+            output = [o async for o in llm.chat(messages, GREEDY)][-1]
+            assert output.outputs[0].token_ids == out
+            again = [o async for o in llm.chat(messages, GREEDY, add_generation_prompt=False)][-1]
+            assert len(again.prompt_token_ids) < len(output.prompt_token_ids)
+        async with AsyncLLM(model, num_blocks=32) as llm:
+            with pytest.raises(hf_paged.ConfigError, match="tokenizer"):
+                llm.chat(messages)
+
+    run(work())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -13,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
+import hf_paged
+from hf_paged import compat
 
 openai = pytest.importorskip("openai", reason="the server and its client need the `clients` extra")
 pytest.importorskip("fastapi", reason="the server needs the `serve` extra")
@@ -210,3 +215,65 @@ def test_the_responses_endpoint_answers_too(server: Server) -> None:
     assert "Paris" in answer.output_text
     with pytest.raises(openai.BadRequestError):
         server.client.responses.create(model=server.model, input="Hi", stream=False, previous_response_id="resp_1")
+
+
+#: as Qwen's: the answer ends with a special token
+TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"content": {"close_pattern": r"\s*(?:<\|im_end\|>)", "content": "text"}},
+}
+
+
+class _OneModel:
+    """The part of the server that finds models, with one that is loaded already."""
+
+    force_model = None
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.found = model, tokenizer
+
+    def process_model_name(self, name: str) -> str:
+        return name
+
+    def load_model_and_processor(self, name: str, **options: Any) -> tuple[Any, Any]:
+        return self.found
+
+    def get_model_modality(self, model: Any, processor: Any = None) -> Any:
+        return compat.serving_utils().Modality.LLM
+
+
+async def _answer(handler: Any, **options: Any) -> str:
+    """The text of an answer, and of the same streamed, equal but for the space around it."""
+    body = {"model": "one", "messages": QUESTION, "temperature": 0, "max_tokens": 12, **options}
+    message = json.loads((await handler.handle_request(dict(body), "whole")).body)["choices"][0]["message"]
+    stream = await handler.handle_request({**body, "stream": True}, "stream")
+    text = ""
+    async for part in stream.body_iterator:
+        for line in filter(None, part.splitlines()):
+            text += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
+    assert text.strip() == message["content"].strip()
+    return text.strip()
+
+
+@pytest.mark.versions
+def test_a_models_response_template_reads_the_answer_up_to_a_stop_text(
+    smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+
+    monkeypatch.setattr(smollm2[1], "response_template", TEMPLATE, raising=False)
+    hf_paged.register(continuous_batching=True, num_blocks=64)
+    state = compat.serving_utils().GenerationState(continuous_batching=True)
+    handler = ChatCompletionHandler(_OneModel(*smollm2), state)
+
+    async def work() -> list[str]:
+        return [await _answer(handler), await _answer(handler, stop=["Par"]), await _answer(handler, stop=["ris is"])]
+
+    try:
+        whole, cut, far = asyncio.run(asyncio.wait_for(work(), 120))
+    finally:
+        state.shutdown()
+        hf_paged.unregister()
+    assert whole == far == "The capital of France is Paris."
+    assert cut == "The capital of France is"
