@@ -13,16 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hf_paged.compat import GenerationConfig
 from hf_paged.config import EngineConfig
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.detokenizer import Detokenizer
 from hf_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.errors import ConfigError, InvalidRequestError
+from hf_paged.sampling.generation_config import sampling_params_from
 from hf_paged.sampling.sampler import Logprob
 from hf_paged.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | GenerationConfig
 
 
 @dataclass
@@ -84,7 +87,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = False,
         priority: int | Sequence[int] = 0,
@@ -94,7 +97,8 @@ class LLM:
 
         Args:
             prompts: texts, lists of token ids, or ``{"prompt_token_ids": [...]}`` / ``{"prompt": "..."}``.
-            sampling_params: one for all, or one for each. Without any: greedy, 16 tokens.
+            sampling_params: SamplingParams, or a transformers GenerationConfig, which means what it means for
+                ``generate()``; one for all, or one for each. Without any: greedy, 16 tokens.
             use_tqdm: show a progress bar.
             priority: for policy "priority": lower is more urgent.
             salt: prefixes are shared only among requests with the same one.
@@ -116,7 +120,7 @@ class LLM:
         self._run(groups, use_tqdm)
         return [group.output for group in groups]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt and yield what there is after every step that added to it; the last one is finished.
 
         Closing the iterator ends the request. Text that a stop text might still take back is not shown.
@@ -134,7 +138,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = False,
         **template_options: Any,
@@ -164,11 +168,13 @@ class LLM:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | None, request_id: str | None = None
+        self, prompt: Prompt, params: Params, priority: int, salt: str | None, request_id: str | None = None
     ) -> _Group:
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | GenerationConfig):
             raise ConfigError(f"SamplingParams are wanted, not {type(params).__name__}")
         text, ids = self._tokenize(prompt)
+        if isinstance(params, GenerationConfig):
+            params = sampling_params_from(params, self.model, len(ids))
         if params.stop:
             self._need_tokenizer("a stop text")
         name = str(next(self._numbers)) if request_id is None else request_id
@@ -181,7 +187,9 @@ class LLM:
         try:
             for row in range(params.n):
                 part = f"{name}-{row}"
-                request = self.core.add(part, ids, params, row=row, seed=seed, priority=priority, salt=salt, parent=first)
+                request = self.core.add(
+                    part, ids, params, row=row, seed=seed, priority=priority, salt=salt, parent=first
+                )
                 first = first if first is not None else request
                 decoder = None
                 if self.tokenizer is not None:
