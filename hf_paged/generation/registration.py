@@ -128,11 +128,11 @@ def _set_continuous_batching(wanted: bool) -> None:
     patches = _registration.continuous_batching
     if wanted == patches.active:
         return
-    from hf_paged.generation import continuous, transformers_serve
+    from hf_paged.generation import batching_manager, continuous, transformers_serve
 
     if not wanted:
         patches.restore()
-        continuous.forget_kept_managers()
+        batching_manager.forget_kept_managers()
         return
     found = continuous.replacements(lambda: _registration.defaults)
     utils = compat.serving_utils()

@@ -23,7 +23,7 @@ from hf_paged.compat import GenerationConfig
 from hf_paged.engine.loop import Submission, Tell
 from hf_paged.engine.outputs import RequestOutput
 from hf_paged.errors import EngineDeadError, HfPagedError, UnsupportedError
-from hf_paged.generation.continuous import Manager
+from hf_paged.generation.batching_manager import Manager
 from hf_paged.sampling_params import SamplingParams
 
 logger = logging.getLogger("hf_paged")

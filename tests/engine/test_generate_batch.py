@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,6 +281,51 @@ def test_a_kept_manager_knows_prefixes_and_follows_each_calls_config() -> None:
     assert getattr(model, compat.CACHED_MANAGER) is not kept
     model.destroy_cached_continuous_batching_manager()
     assert not hasattr(model, compat.CACHED_MANAGER)
+
+
+def test_a_stopped_manager_takes_nothing_holds_nothing_and_can_start_again() -> None:
+    model = zoo.build("llama")
+    manager = model.init_continuous_batching(GenerationConfig(max_new_tokens=10))
+    early = manager.add_request(prompts()[0])  # computed once it is started
+    assert manager.get_result(early, timeout=0.1) is None and not manager.is_running()
+    manager.start()
+    manager.start()
+    late = manager.add_request(prompts()[1])
+    engine = weakref.ref(manager.batch_processor)
+    manager.stop()
+    for name, prompt in zip((early, late), prompts(), strict=False):
+        assert manager.get_result(name).generated_tokens == alone(model, prompt), "a stop lets requests finish"
+    assert manager.get_result(timeout=5) is None
+    with pytest.raises(hf_paged.EngineDeadError, match="stopped"):
+        manager.add_request([3, 4])
+    gc.collect()
+    assert engine() is None and manager.batch_processor is None and not threads()
+    manager.start()
+    endless = manager.add_request([3, 4], max_new_tokens=250, eos_token_id=-1)
+    manager.stop(hard_stop=True)
+    output = manager.get_result(endless)
+    assert output.status == RequestStatus.FAILED and "closed" in output.error
+    manager.destroy()
+    manager.destroy()
+
+
+def test_several_may_pause_and_the_last_one_out_resumes() -> None:
+    model = zoo.build("llama")
+    with model.continuous_batching_context_manager() as manager:
+        name = manager.add_request([3, 4], max_new_tokens=100, eos_token_id=-1, streaming=True)
+        manager.get_result(name)
+        first, second = manager.pause(), manager.pause()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        while manager.get_result(name, timeout=0.1) is not None:
+            pass
+        steps = manager.batch_processor.scheduler.step
+        time.sleep(0.1)
+        assert manager.batch_processor.scheduler.step == steps
+        second.__exit__(None, None, None)
+        last = list(manager.request_id_iter(name))[-1]
+        assert last.generated_tokens == alone(model, [3, 4], max_new_tokens=100)
 
 
 def test_the_model_stays_the_users() -> None:

@@ -30,7 +30,7 @@ SERVER = """
 import sys, threading
 import hf_paged
 hf_paged.register(continuous_batching=True, block_size=16, num_blocks=256)
-from hf_paged.generation.continuous import managers
+from hf_paged.generation.batching_manager import managers
 
 def watch():
     for _ in sys.stdin:
