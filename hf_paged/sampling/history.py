@@ -49,7 +49,9 @@ class History:
 
     def counts(self, tokens: Sequence[int], start: int) -> tuple[Ints, Ints]:
         """The distinct tokens from position ``start`` on (int64), and how often each occurs there (int64)."""
-        return self._counts.setdefault(start, _Counts(start)).of(tokens)
+        if start not in self._counts:
+            self._counts[start] = _Counts(start)
+        return self._counts[start].of(tokens)
 
 
 class _Counts:

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from hf_paged.errors import InvalidRequestError
+from hf_paged.sampling import stages
 from hf_paged.sampling.history import History
 from hf_paged.sampling.logprobs import Logprob as Logprob
 from hf_paged.sampling.logprobs import token_logprobs as token_logprobs
 from hf_paged.sampling.processors import Processor
-from hf_paged.sampling.stages import RANKS, STAGES, Part, Stage
+from hf_paged.sampling.stages import Part, Stage
 from hf_paged.sampling_params import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -82,11 +83,11 @@ class SamplerState:
 
 
 def _step(processor: Processor, vocab: int) -> _Step:
-    stage = STAGES.get(type(processor))
+    stage = stages.STAGES.get(type(processor))
     prepared = None if stage is None else stage.prepare(processor, vocab)
     if prepared is None:
         return _Step(processor)
-    return _Step(processor, RANKS[type(processor)], stage, prepared)
+    return _Step(processor, stages.RANKS[type(processor)], stage, prepared)
 
 
 @torch.no_grad()
@@ -145,7 +146,7 @@ class _Batch:
         for row in self.place:
             try:
                 steps[row] = self.states[row].steps(self.logits.shape[1])
-            except InvalidRequestError as error:
+            except Exception as error:  # what processors are made of may be anybody's: it ends its own request
                 self.errors[row] = error
         done = dict.fromkeys(steps, 0)
         while True:
@@ -236,7 +237,7 @@ class _Batch:
         state, scores = self.states[row], self._processed([row])
         try:
             ids = state._history.ids(self.tokens[row], scores.device, more=self.chosen[row])
-            met = [bool(torch.as_tensor(met(ids, scores)).any()) for met in state.params.stopping_criteria]
+            met = [bool(torch.as_tensor(ends(ids, scores)).any()) for ends in state.params.stopping_criteria]
         except Exception as error:  # a criterion may be anybody's code: it ends its own request
             self.errors[row] = error
             return False
@@ -249,7 +250,7 @@ def _name(processor: Any) -> str:
 
 def _most_likely(scores: torch.Tensor, rows: Sequence[int]) -> list[int]:
     """The token with the highest score in each of ``rows``; the lowest id where several have it."""
-    if scores.device.type == "cpu":  # several times as fast as torch's own
+    if stages.in_numpy(scores):
         found = scores.numpy()
         return [int(found[row].argmax()) for row in rows]
     best = scores.argmax(dim=-1).tolist()
@@ -262,10 +263,7 @@ def draw(scores: torch.Tensor, numbers: Sequence[float]) -> list[int | None]:
     The token drawn for a number from [0, 1) is the first one, in vocabulary order, at which the cumulative softmax in
     float64 exceeds the number.
     """
-    if scores.device.type == "cpu":
-        scores, ids = _without_excluded(scores)
-    else:
-        ids = None
+    scores, ids = _without_excluded(scores) if stages.in_numpy(scores) else (scores, None)
     exponents = scores.double()
     weights = exponents.sub_(exponents.amax(dim=-1, keepdim=True)).exp_()
     mass = weights.cumsum(dim=-1)

@@ -115,15 +115,27 @@ def test_scores_and_ends_are_those_of_the_stock_loop(model: Any, own: dict[str, 
 
 @pytest.mark.versions
 def test_tokens_are_those_of_generate(model: Any) -> None:
+    """One batch of configs, and of prompts as long as each other: what is unset depends on the prompt's length."""
     model.generation_config.update(repetition_penalty=1.2, max_new_tokens=7)
-    free = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, eos_token_id=-1)[0, len(PROMPT) :].tolist()
+    free = stock_tokens(model, PROMPT, GenerationConfig(eos_token_id=-1))
+    prompts = [PROMPT, PROMPT[:4], [*PROMPT, 30], [*PROMPT, 31, 32]]
+    configs = [GenerationConfig(**given) for given in CONFIGS[:4]]
+    configs[3].eos_token_id = free[3]
+    settings: list[Any] = [*configs, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
     llm = LLM(model, block_size=4, num_blocks=64)
-    for given in ({}, {"max_length": 20, "max_new_tokens": None}, {"eos_token_id": free[3]}, {"min_new_tokens": 5}):
-        config = GenerationConfig(**given)
-        row = torch.tensor([PROMPT])
-        want = model.generate(row, attention_mask=torch.ones_like(row), generation_config=config)
-        params = sampling_params_from(config, model, len(PROMPT))
-        assert llm.generate([PROMPT], params)[0].outputs[0].token_ids == want[0, len(PROMPT) :].tolist()
+    outputs = llm.generate([*prompts, PROMPT], settings)
+    want = [stock_tokens(model, *one) for one in zip(prompts, configs, strict=True)]
+    assert [output.outputs[0].token_ids for output in outputs[:-1]] == want
+    assert len({len(tokens) for tokens in want}) > 1
+    assert len(outputs[-1].outputs[0].token_ids) == 3
+    with pytest.raises(hf_paged.InvalidRequestError, match="max_time"):
+        llm.generate([PROMPT], GenerationConfig(max_time=1.0))
+
+
+def stock_tokens(model: Any, prompt: list[int], config: GenerationConfig) -> list[int]:
+    row = torch.tensor([prompt])
+    found = model.generate(row, attention_mask=torch.ones_like(row), generation_config=config)
+    return found[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -207,3 +219,20 @@ def test_the_users_config_is_not_touched(model: Any) -> None:
     before = copy.deepcopy(vars(config))
     assert isinstance(sampling_params_from(config, model, 9), SamplingParams)
     assert vars(config) == before and vars(model.generation_config) == own
+
+
+@pytest.mark.model
+def test_stop_strings_end_where_generate_ends(smollm2: tuple[Any, Any]) -> None:
+    lm, tokenizer = smollm2
+    text = "Once upon a time, in a small village by the sea,"
+    batch = tokenizer(text, return_tensors="pt")
+    width = batch["input_ids"].shape[1]
+    whole = tokenizer.decode(lm.generate(**batch, do_sample=False, max_new_tokens=24)[0, width:])
+    llm = LLM(lm, tokenizer, num_blocks=32)
+    for stop in (whole[20:29], [whole[31:36], "never there"], "never there"):  # the first cross the borders of tokens
+        config = GenerationConfig(max_new_tokens=24, stop_strings=stop)
+        want = lm.generate(**batch, generation_config=config, tokenizer=tokenizer)[0, width:].tolist()
+        output = llm.generate(text, config)[0].outputs[0]
+        assert output.token_ids == want
+        assert output.finish_reason == ("stop" if len(want) < 24 else "length")
+        assert tokenizer.decode(want).startswith(output.text)

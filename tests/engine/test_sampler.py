@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, TopPLogitsWarper
 
 import hf_paged
 from hf_paged import SamplingParams
 from hf_paged.sampling import sampler as sampler_module
+from hf_paged.sampling import stages
 from hf_paged.sampling.processors import processors_for
 from hf_paged.sampling.sampler import Sampled, SamplerState, draw, sample, token_logprobs, uniform
 from hf_paged.sampling.stages import STAGES
@@ -108,12 +109,18 @@ def outcome(result: Sampled | Exception) -> Any:
 
 @pytest.mark.versions
 @settings(max_examples=60, deadline=None)
-@given(batch=st.lists(rows(), min_size=1, max_size=9), size=st.sampled_from([VOCAB, 3 * VOCAB, 1 << 18]))
-def test_a_row_gets_the_same_alone_in_a_batch_and_by_definition(batch: list[Row], size: int) -> None:
+@given(
+    batch=st.lists(rows(), min_size=1, max_size=9),
+    size=st.sampled_from([VOCAB, 3 * VOCAB, 1 << 18]),
+    numpy=st.booleans(),
+)
+def test_a_row_gets_the_same_alone_in_a_batch_and_by_definition(batch: list[Row], size: int, numpy: bool) -> None:
+    """Also without numpy, as on an accelerator."""
     logits = torch.stack([row.logits for row in batch])
     kept = logits.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler_module, "_CHUNK", size)
+        patch.setattr(stages, "in_numpy", lambda scores: numpy)
         together = sample(logits, [row.state() for row in batch], [row.tokens for row in batch])
     assert torch.equal(logits, kept), "the logits are somebody else's"
     for row, result in zip(batch, together, strict=True):
@@ -133,11 +140,13 @@ def test_a_row_gets_the_same_alone_in_a_batch_and_by_definition(batch: list[Row]
 
 @pytest.mark.versions
 @settings(max_examples=60, deadline=None)
-@given(batch=st.lists(rows(), min_size=1, max_size=5))
-def test_scores_equal_the_processors_own_bit_for_bit(batch: list[Row]) -> None:
+@given(batch=st.lists(rows(), min_size=1, max_size=5), numpy=st.booleans())
+def test_scores_equal_the_processors_own_bit_for_bit(batch: list[Row], numpy: bool) -> None:
     states = [row.state() for row in batch]
     together = sampler_module._Batch(torch.stack([row.logits for row in batch]), states, [row.tokens for row in batch])
-    together._process()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "in_numpy", lambda scores: numpy)
+        together._process()
     for i, (row, state) in enumerate(zip(batch, states, strict=True)):
         if i in together.errors:
             with pytest.raises(type(together.errors[i])):
@@ -145,6 +154,17 @@ def test_scores_equal_the_processors_own_bit_for_bit(batch: list[Row]) -> None:
             continue
         _, scores = by_definition(row.logits, state, row.tokens)
         assert torch.equal(together._processed([i])[0].nan_to_num(nan=5e30), scores.nan_to_num(nan=5e30))
+
+
+@pytest.mark.parametrize("top_p", [0.125, 0.25, 0.5, 0.625])
+def test_equal_scores_at_the_border_of_top_p(top_p: float) -> None:
+    """The mass to be left out is reached exactly, in the middle of equal scores."""
+    state = SamplerState(SamplingParams(), [TopPLogitsWarper(top_p)], 0)
+    logits = torch.zeros(1, 8)
+    batch = sampler_module._Batch(logits, [state], [[5]])
+    batch._process()
+    assert torch.equal(batch.scores, by_definition(logits[0], state, [5])[1][None])
+    assert int(batch.scores.isfinite().sum()) == 8 * top_p
 
 
 def test_every_stage_is_taken_by_the_property_tests() -> None:
