@@ -29,6 +29,12 @@ from transformers.cache_utils import (
 from transformers.generation import configuration_utils as generation_configuration_utils
 from transformers.generation.continuous_batching import continuous_api, requests
 from transformers.generation.utils import GenerationMixin
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.modeling_utils import AttentionInterface
 
 from hf_paged.errors import UnsupportedError
@@ -200,11 +206,15 @@ def eos_tokens(generation_config: Any) -> frozenset[int]:
     return frozenset() if eos is None else frozenset(int(i) for i in eos.reshape(-1))
 
 
-def processors_of_row(model: Any, generation_config: Any, row: Any, new_tokens: int) -> Any:
-    """The built-in processors of a running ``generate()`` as they would be for this row alone."""
+def processors_of_row(model: Any, generation_config: Any, row: Any, width: int) -> Any:
+    """The built-in processors of a running ``generate()`` over prompts of ``width`` columns, for one row without its
+    padding. What stock counts in columns, it counts in columns here too."""
     ids = torch.tensor([list(row)], device=model.device)
+    padding = width - ids.shape[1]
     generation_config = copy.copy(generation_config)
-    generation_config.max_length = ids.shape[1] + new_tokens
+    generation_config.max_length -= padding
+    if generation_config.min_length is not None:
+        generation_config.min_length = max(generation_config.min_length - padding, 0)
     return list(
         model._get_logits_processor(
             generation_config=generation_config,
@@ -215,6 +225,60 @@ def processors_of_row(model: Any, generation_config: Any, row: Any, new_tokens: 
             model_kwargs={},
         )
     )
+
+
+def stopping_criteria(max_length: int, eos: list[int], stop: list[str], tokenizer: Any, custom: Any) -> Any:
+    """The stopping criteria that ``generate()`` would build; called with ids ``[rows, tokens]`` and scores."""
+    found = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    if stop:
+        found.append(StopStringCriteria(tokenizer, stop))
+    if eos:
+        found.append(EosTokenCriteria(eos))
+    found.extend(custom)
+    return found
+
+
+_ANY: Any = GenerationMixin
+
+
+class BeamRules:
+    """The functions that ``generate()``'s beam search is made of; the same from 5.17 to 5.24."""
+
+    @staticmethod
+    def top_continuations(**arguments: Any) -> Any:
+        return _ANY._get_top_k_continuations(_ANY, **arguments)
+
+    @staticmethod
+    def running_beams(**arguments: Any) -> Any:
+        return _ANY._get_running_beams_for_next_iteration(_ANY, **arguments)
+
+    @staticmethod
+    def ended_beams(**arguments: Any) -> Any:
+        return _ANY._update_finished_beams(_ANY, **arguments)
+
+    @staticmethod
+    def may_improve(**arguments: Any) -> Any:
+        return GenerationMixin._check_early_stop_heuristic(**arguments)
+
+    @staticmethod
+    def goes_on(*arguments: Any) -> bool:
+        return bool(GenerationMixin._beam_search_has_unfinished_sequences(*arguments))
+
+
+#: processors that do the same for a row with left padding and without
+_BLIND_TO_PADDING = (
+    "ExponentialDecayLengthPenalty", "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor",
+    "LogitNormalization", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
+)  # fmt: skip
+
+
+def looks_at_padding(processor: Any) -> bool:
+    """Whether a built-in processor may do something else for a padded row than for the row alone."""
+    if type(processor).__name__ == "RepetitionPenaltyLogitsProcessor":
+        # from 5.24 on it is told where each row begins
+        return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+    return type(processor).__name__ not in _BLIND_TO_PADDING
 
 
 def keeps_nothing(layer: Any) -> bool:

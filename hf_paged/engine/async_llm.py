@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from hf_paged.config import EngineConfig
-from hf_paged.engine.llm import LLM, Prompt
+from hf_paged.engine.frontend import Prompt
+from hf_paged.engine.llm import LLM
 from hf_paged.engine.loop import EngineLoop
 from hf_paged.engine.outputs import RequestOutput
 from hf_paged.sampling_params import SamplingParams
@@ -111,7 +112,7 @@ class AsyncLLM:
 
         Raises ConfigError without a tokenizer.
         """
-        prompt = self._llm._templated(messages, template_options)
+        prompt = self._llm.frontend.templated(messages, template_options)
         return self.generate(prompt, sampling_params, request_id=request_id, priority=priority, salt=salt)
 
     async def abort(self, request_id: str) -> None:

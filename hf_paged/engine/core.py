@@ -12,11 +12,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from hf_paged import compat
 from hf_paged.attention import registry
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.offload import HostTier
 from hf_paged.cache.radix_tree import Namespace
 from hf_paged.config import EngineConfig
+from hf_paged.engine.beams import Beam, BeamGroup
 from hf_paged.engine.policy import SwapCost
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler
@@ -24,7 +26,8 @@ from hf_paged.engine.stepper import Event, Stepper
 from hf_paged.errors import InvalidRequestError
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.weights import WeightsWatch, runtime_signature
-from hf_paged.sampling.processors import processors_for
+from hf_paged.sampling.beams import BeamSearch
+from hf_paged.sampling.processors import Processor, processors_for
 from hf_paged.sampling.sampler import SamplerState
 from hf_paged.sampling_params import SamplingParams
 
@@ -79,7 +82,7 @@ class EngineCore:
             preemption=config.preemption,
             swap_pays=cost.pays,
         )
-        self.samplers: dict[str, SamplerState] = {}
+        self.samplers: dict[str, SamplerState | Beam] = {}
         overlap = not on_cpu if config.overlap is None else config.overlap
         self._stepper = Stepper(self.scheduler, self.runner, self.samplers, overlap=overlap, cost=cost)
         self._watch = WeightsWatch()
@@ -114,6 +117,59 @@ class EngineCore:
                 value that transformers refuses.
             OutOfBlocksError: it could never fit.
         """
+        request = self._request(request_id, prompt, params, priority, salt)
+        request.scores_prompt = row == 0 and _scores_prompt(params)
+        processors = self._processors(request, params)
+        self.scheduler.add(request, parent)
+        state = SamplerState(params, processors, self.new_seed() if seed is None else seed, row)
+        self.samplers[request_id] = state
+        return request
+
+    def add_beams(
+        self, name: str, prompt: Sequence[int], params: SamplingParams, tokenizer: Any, *, priority: int = 0,
+        salt: str | None = None,
+    ) -> BeamGroup:  # fmt: skip
+        """Queue the beams of one search, as requests ``name-0`` and so on. ``tokenizer`` is for stop texts.
+
+        Raises as :meth:`add`; then none of the beams stays.
+        """
+        requests = []
+        for i in range(params.num_beams):
+            request = self._request(f"{name}-{i}", prompt, params, priority, salt)
+            request.lockstep, request.scores_prompt = True, i == 0 and _scores_prompt(params)
+            requests.append(request)
+        longest = len(prompt) + params.max_tokens
+        if self.scheduler.max_model_len is not None:
+            longest = min(longest, self.scheduler.max_model_len)
+        stop_ids = sorted(requests[0].stop_token_ids)
+        group = BeamGroup(
+            BeamSearch(
+                prompt,
+                num_beams=params.num_beams,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                max_length=longest,
+                stop_token_ids=stop_ids,
+                criteria=compat.stopping_criteria(
+                    longest, stop_ids, list(params.stop), tokenizer, params.stopping_criteria
+                ),
+            )
+        )
+        try:
+            for i, request in enumerate(requests):
+                beam = Beam(group, i, params, self._processors(request, params))
+                self.scheduler.add(request, requests[0] if i else None)
+                group.requests.append(request)
+                self.samplers[request.request_id] = beam
+        except Exception:  # whatever it is: none of the beams may stay behind
+            for request in group.requests:
+                self.abort(request.request_id)
+            raise
+        return group
+
+    def _request(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, priority: int, salt: str | None
+    ) -> Request:
         size = self.runner.vocab_size
         bad = next((t for t in prompt if not 0 <= t < size), None)
         if bad is not None:
@@ -122,7 +178,7 @@ class EngineCore:
                 "model's tokenizer?"
             )
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        request = Request(
+        return Request(
             request_id,
             array("q", prompt),
             max_tokens=params.max_tokens,
@@ -131,14 +187,13 @@ class EngineCore:
             priority=priority,
             namespace=(*self._present_namespace(), ("salt", salt)),
         )
+
+    def _processors(self, request: Request, params: SamplingParams) -> list[Processor]:
         try:
-            processors = processors_for(self.model, params, prompt, sorted(stop_ids)) if prompt else []
+            stop_ids = sorted(request.stop_token_ids)
+            return processors_for(self.model, params, request.prompt, stop_ids) if request.prompt else []
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"an option of the request is refused: {error}") from error
-        self.scheduler.add(request, parent)
-        state = SamplerState(params, processors, self.new_seed() if seed is None else seed, row)
-        self.samplers[request_id] = state
-        return request
 
     def new_seed(self) -> int:
         """A seed for a request that names none."""
@@ -216,6 +271,10 @@ class EngineCore:
         """Forget every prefix, whatever the weights look like."""
         self._watch.changed()
         self._namespace = None
+
+
+def _scores_prompt(params: SamplingParams) -> bool:
+    return params.prompt_logprobs is not None or (params.echo and params.logprobs is not None)
 
 
 def _eos_of(model: Any) -> frozenset[int]:

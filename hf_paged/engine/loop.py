@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hf_paged.engine.llm import LLM, Prompt, _Group
+from hf_paged.engine.frontend import Group, Prompt
+from hf_paged.engine.llm import LLM
 from hf_paged.engine.outputs import RequestOutput
 from hf_paged.errors import EngineDeadError, InvalidRequestError
 
@@ -95,7 +96,7 @@ class EngineLoop:
                 self._tell(submission, taken)
                 return
             try:
-                group = self.llm._add(prompt, params, priority, salt, name)
+                group = self.llm.frontend.add(prompt, params, priority, salt, name)
             except Exception as error:  # whatever it is belongs to whoever made the request
                 self._tell(submission, error)
                 return
@@ -110,9 +111,9 @@ class EngineLoop:
         """End a request; its end is told, with reason "abort". An unknown id, or a loop that ended, is no error."""
 
         def end() -> None:
-            group = self.llm._groups.get(request_id)
+            group = self.llm.frontend.groups.get(request_id)
             if group is not None:
-                self.llm._abort(group)
+                self.llm.frontend.abort(group)
                 self._publish(group)
 
         self._send(_Command(end, _nobody), quiet=True)
@@ -247,7 +248,7 @@ class EngineLoop:
         self._say_goodbye(ended)
 
     def _step(self, drain: bool = False) -> None:
-        for group in self.llm._step(drain):
+        for group in self.llm.frontend.step(drain):
             self._publish(group)
 
     def _say_goodbye(self, ended: EngineDeadError) -> None:
@@ -261,12 +262,12 @@ class EngineLoop:
             self._forget(submission)
             self._tell(submission, ended)
 
-    def _publish(self, group: _Group) -> None:
+    def _publish(self, group: Group) -> None:
         name = group.output.request_id
         submission = self._submissions.get(name)
         if not group.open:  # forgotten before anybody learns of it, who may use the same id at once
             self._submissions.pop(name, None)
-            self.llm._drop(group)
+            self.llm.frontend.drop(group)
         if submission is not None and (submission.every_step or not group.open):
             self._tell(submission, _snapshot(group.output))
 
@@ -281,9 +282,9 @@ class EngineLoop:
         name = submission.request_id
         if self._submissions.get(name) is submission:
             del self._submissions[name]
-            group = self.llm._groups.get(name)
+            group = self.llm.frontend.groups.get(name)
             if group is not None:
-                self.llm._drop(group)
+                self.llm.frontend.drop(group)
 
 
 def _nobody(_: EngineDeadError) -> None:

@@ -14,14 +14,15 @@ class CompletionOutput:
     ``finish_reason`` is "stop", "length", "abort" or "error"; ``stop_reason`` the stop text or token id that ended it,
     None for the model's own end of sequence. ``token_ids`` holds every token generated, ``text`` ends before a stop
     text. ``logprobs`` has one dict a token when they were asked for, and ``cumulative_logprob`` then their sum over the
-    chosen tokens.
+    chosen tokens. With ``echo``, ``text``, ``token_ids`` and ``logprobs`` begin with the prompt's (None for its first
+    token, which nothing comes before).
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -41,7 +42,8 @@ class RequestMetrics:
 class RequestOutput:
     """A request and what it has so far. ``error`` is set when it ended with one; its outputs then hold what came first.
 
-    ``num_cached_tokens`` are tokens of the prompt that earlier requests had computed.
+    ``num_cached_tokens`` are tokens of the prompt that earlier requests had computed. ``prompt_logprobs``, where asked
+    for, has None for the first token and a dict for each that follows.
     """
 
     request_id: str
@@ -50,5 +52,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: Exception | None = None

@@ -53,7 +53,7 @@ class Request:
     Attributes:
         request_id: unique among the requests of one scheduler.
         prompt: token ids, at least one.
-        max_tokens: tokens to generate at most.
+        max_tokens: tokens to generate at most; with 0 it ends when its prompt is computed.
         min_tokens: tokens before which a stop token does not end it.
         stop_token_ids: ids that end it; the last one generated is part of the output.
         priority: lower is more urgent; only the policy "priority" looks at it.
@@ -72,6 +72,10 @@ class Request:
         preemptions: each time it had to give its blocks back.
         evicted_blocks: blocks of stored prefixes that gave way to it.
         progress: tokens it had when it was last preempted; it grows from one preemption to the next.
+        scores_prompt: the logits behind each token of its prompt are wanted, so that all of it must be computed.
+        num_scored: positions of the prompt whose logits have been delivered.
+        lockstep: it is told its next token by somebody who waits for others, too (a beam of a search). Meanwhile it is
+            ``stalled``: its logits are known, and no step has anything to do for it.
         queued_at: step at which it last joined the queue.
         scheduled_at: seconds on the monotonic clock when it was first admitted.
     """
@@ -97,6 +101,10 @@ class Request:
     parent: Request | None = None
     preemptions: list[Preemption] = field(default_factory=list)
     evicted_blocks: int = 0
+    scores_prompt: bool = False
+    num_scored: int = 0
+    lockstep: bool = False
+    stalled: bool = False
     progress: int = -1
     queued_at: int = 0
     scheduled_at: float | None = None
@@ -122,7 +130,7 @@ class Request:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that no step computes yet; at least one while the request runs."""
+        """Tokens that no step computes yet; at least one while the request runs and is not stalled."""
         return len(self.tokens) + self.num_pending - self.num_computed - self.num_in_flight
 
     @property

@@ -14,6 +14,7 @@ all the same, somebody gives way and later continues with what it had generated.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Chunk:
 
     ``blocks`` are its physical blocks, logical index 0 first, enough for ``start + count`` tokens. With ``samples`` the
     last position's logits give the next token, and the first of each request in ``also``, which go on from a copy of
-    its table.
+    its table. With ``scores`` the logits of all its positions are wanted.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Chunk:
     blocks: tuple[int, ...]
     samples: bool
     also: tuple[Request, ...] = ()
+    scores: bool = False
     residency: int = 0
 
     @property
@@ -58,6 +60,11 @@ class Chunk:
         return found if len(found) == self.count else [*found, *([0] * (self.count - len(found)))]
 
     @property
+    def num_logits(self) -> int:
+        """Positions at its end whose logits are wanted."""
+        return self.count if self.scores else int(self.samples)
+
+    @property
     def forks(self) -> Sequence[str]:
         return [request.request_id for request in self.also]
 
@@ -65,12 +72,14 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step. ``transfers`` have to be executed, in order, before anything is written. ``ended`` are requests that
-    could not go on and ended with an error while the step was planned."""
+    could not go on and ended with an error while the step was planned. ``moves`` are ids of requests, source and target,
+    whose state besides blocks is to be copied, all at once, before anything else."""
 
     step: int
     chunks: tuple[Chunk, ...]
     transfers: tuple[Transfer, ...]
     ended: tuple[Request, ...]
+    moves: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +138,7 @@ class Scheduler:
         #: requests that wait for their parent's prompt to be computed
         self.attached: dict[str, Request] = {}
         self._under_way: dict[int, SchedulerOutput] = {}
+        self._moves: list[tuple[str, str]] = []
         self.ratio = NewTokenRatio()
         self.step = 0
         self._arrivals = 0
@@ -234,6 +244,10 @@ class Scheduler:
             self._continue_running(plan)
             if not plan.preempted:
                 self._admit_waiting(plan)
+            while self._is_stuck(plan):
+                stalled = victim(self.running, self.policy.name == "priority")
+                self._preempt(stalled, plan, next(r for r in self.waiting.values() if not r.stalled))
+                self._admit_waiting(plan)
         if plan.preempted:
             self._stats.preemptions += plan.preempted
             self.ratio.preempted(self.running)
@@ -244,7 +258,10 @@ class Scheduler:
         for chunk in plan.chunks.values():
             chunk.request.num_in_flight += chunk.count
             chunk.request.num_pending += chunk.samples
-        output = SchedulerOutput(self.step, tuple(plan.chunks.values()), tuple(plan.transfers), tuple(plan.ended))
+        output = SchedulerOutput(
+            self.step, tuple(plan.chunks.values()), tuple(plan.transfers), tuple(plan.ended), tuple(self._moves)
+        )
+        self._moves.clear()
         if output.chunks:
             self._under_way[output.step] = output
         return output
@@ -262,15 +279,45 @@ class Scheduler:
             resident = chunk.residency == request.residency
             if resident and not request.finished:
                 self._computed(chunk)
+                if not request.max_tokens and not request.num_missing:
+                    self._end(request, FinishReason.LENGTH)
+                    taken.append(request)
+            if chunk.scores:
+                request.num_scored = max(request.num_scored, min(chunk.start + chunk.count, len(request.prompt) - 1))
             if not chunk.samples:
                 continue
             request.num_pending -= 1
             forked = self._fork(chunk, resident) if chunk.also else []
+            if request.lockstep:
+                for one in (request, *chunk.also):
+                    one.stalled = True
+                continue
             for one in (request, *forked):
                 if not one.finished:
                     self._take(one, sampled)
                     taken.append(one)
         return taken
+
+    def continue_beams(self, beams: Sequence[Request], origins: Sequence[tuple[int, int]]) -> None:
+        """Let stalled requests go on: ``beams[i]`` from where ``beams[parent]`` is, with one more token, for
+        ``(parent, token)`` in ``origins``. Blocks of a parent are shared; without any, its tokens are computed again.
+        """
+        with self.manager.lock:
+            tables = {p: beams[p].table for p, _ in origins}
+            forks = [None if (table := tables[p]) is None else self.manager.fork(table) for p, _ in origins]
+            tokens = [array("q", [*beams[p].tokens, token]) for p, token in origins]
+            computed = [beams[p].num_computed for p, _ in origins]
+            for beam, (parent, _), table, own, count in zip(beams, origins, forks, tokens, computed, strict=True):
+                self._release(beam)
+                if self.whole_prompts and table is not None and beams[parent] is not beam:
+                    self._moves.append((beams[parent].request_id, beam.request_id))
+                beam.tokens, beam.stalled = own, False
+                if table is not None and beam.status is Status.WAITING:
+                    self.manager.free(table)  # it waits for a place among the running ones
+                elif table is not None:
+                    beam.table, beam.num_computed = table, count
+                elif beam.status is Status.RUNNING:
+                    self._requeue(beam)
 
     def forget_steps(self) -> None:
         """No step under way will ever be known; requests that were in one cannot go on."""
@@ -334,12 +381,18 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
+    def _is_stuck(self, plan: _Plan) -> bool:
+        """Whether nobody goes on because stalled requests hold what the ones they wait for need."""
+        if plan.chunks or plan.ended or self._under_way or not self.running:
+            return False
+        return all(r.stalled for r in self.running) and any(not r.stalled for r in self.waiting.values())
+
     # -- running requests ----------------------------------------------------------------------------------------
 
     def _continue_running(self, plan: _Plan) -> None:
         # Those that miss one token first: a long prompt must not keep the others from their next token.
         for request in sorted(self.running, key=lambda r: r.num_missing > 1):
-            if request.status is not Status.RUNNING or self._ends_with_pending(request):
+            if request.status is not Status.RUNNING or request.stalled or self._ends_with_pending(request):
                 continue  # gave way to one before it, or needs no other step
             count = self._count(request, plan.budget)
             if count and not self._give_room(request, count, plan):
@@ -348,9 +401,11 @@ class Scheduler:
                 plan.add(request, count)
 
     def _ends_with_pending(self, request: Request) -> bool:
-        """Whether the token being sampled is its last whatever it is."""
+        """Whether the token being sampled is its last whatever it is, or all that can be done for now."""
         if not request.num_pending:
             return False
+        if request.lockstep:
+            return True
         longest = len(request.prompt) + request.max_tokens
         if self.max_model_len is not None:
             longest = min(longest, self.max_model_len)
@@ -424,7 +479,8 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         if not self.waiting or plan.budget <= 0 or len(self.running) >= self.max_num_seqs:
             return
-        for request in self.policy.order(self.waiting.values(), self.step, self._matched):
+        waiting = [request for request in self.waiting.values() if not request.stalled]
+        for request in self.policy.order(waiting, self.step, self._matched):
             if plan.budget <= 0 or len(self.running) >= self.max_num_seqs:
                 return
             if self._waits_for_a_sibling(request, plan):
@@ -441,7 +497,7 @@ class Scheduler:
 
     def _waits_for_a_sibling(self, request: Request, plan: _Plan) -> bool:
         """Whether much of its prompt is being computed right now by another, and will be there at the next step."""
-        if not self.manager.prefix_caching or request.swapped is not None:
+        if not self.manager.prefix_caching or request.swapped is not None or request.scores_prompt:
             return False
         known = [plan.chunks.values(), *(output.chunks for output in self._under_way.values())]
         computed_now = [c for chunks in known for c in chunks if c.count > 1 and c.request.namespace == request.namespace]
@@ -455,7 +511,7 @@ class Scheduler:
         match = manager.match_prefix(
             request.namespace,
             request.tokens,
-            max_tokens=request.num_tokens - 1,
+            max_tokens=self._reusable(request),
             record=request.num_cached < 0,
         )
         # The match is pinned, so what it holds counts neither as free nor as evictable.
@@ -500,6 +556,12 @@ class Scheduler:
         self.running.append(request)
         plan.add(request, count)
         return True
+
+    def _reusable(self, request: Request) -> int:
+        """Tokens that need not be computed if their keys and values are stored."""
+        if request.scores_prompt and request.num_scored < len(request.prompt) - 1:
+            return request.num_scored
+        return request.num_tokens - 1
 
     def _cannot_fit(self, request: Request, plan: _Plan) -> None:
         size, available = self.manager.block_size, self.manager.num_available_blocks
@@ -567,7 +629,8 @@ class _Plan:
     def add(self, request: Request, count: int) -> None:
         assert request.table is not None
         self.budget -= count
-        samples = count == request.num_missing
+        samples = count == request.num_missing and request.max_tokens > 0
+        unscored = len(request.prompt) - 1 - max(request.num_scored, request.num_planned)
         self.chunks[request.request_id] = Chunk(
             request,
             request.num_planned,
@@ -575,6 +638,7 @@ class _Plan:
             tuple(request.table.blocks),
             samples,
             tuple(request.siblings) if samples and request.siblings else (),
+            request.scores_prompt and unscored > 0,
             request.residency,
         )
 
@@ -599,7 +663,8 @@ def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
 def check_books(scheduler: Scheduler, others: Iterable[Request] = ()) -> None:
     """Raise InternalError unless queue, running list and blocks agree. For tests, after every step."""
     for request in scheduler.running:
-        if request.status is not Status.RUNNING or request.table is None or request.num_missing < 1:
+        idle = request.stalled or not request.max_tokens
+        if request.status is not Status.RUNNING or request.table is None or request.num_missing < (not idle):
             raise InternalError(f"{request!r} is in the running list")
         if request.table.num_tokens < request.num_planned:
             raise InternalError(f"{request!r} has computed more tokens than its table holds")

@@ -510,7 +510,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
             request_id=request.parts[part.index],
             prompt_ids=request.prompt,
             generated_tokens=part.token_ids,
-            logprobs=[found[token].logprob for token, found in logprobs],
+            logprobs=[found[token].logprob for token, found in logprobs if found is not None],
             error=error,
             status=status,
             created_time=request.created,

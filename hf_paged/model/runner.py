@@ -43,7 +43,8 @@ _PROBE_LENGTHS = (7, 4)
 
 class Work(Protocol):
     """One request's part of a step: token ids at positions ``start : start + count``, and its blocks. ``key`` is the
-    same for all parts of a request; ``forks`` are the keys of requests that will go on from where it ends."""
+    same for all parts of a request; ``forks`` are the keys of requests that will go on from where it ends. The logits of
+    its last ``num_logits`` positions are wanted."""
 
     @property
     def key(self) -> str: ...
@@ -54,7 +55,7 @@ class Work(Protocol):
     @property
     def blocks(self) -> Sequence[int]: ...
     @property
-    def samples(self) -> bool: ...
+    def num_logits(self) -> int: ...
     @property
     def token_ids(self) -> Sequence[int]: ...
     @property
@@ -64,14 +65,16 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class Prepared:
     """A step's work, and what can be made of it before its token ids are known (None for padded rows): the step, the
-    positions int64 ``[tokens]``, and the index of the last token of each part that samples, int64.
+    positions int64 ``[tokens]``, and the indices of the tokens whose logits are wanted, int64.
 
-    ``transfers`` come first, in order. ``keep`` are the keys of all requests that have a state besides blocks.
+    ``transfers`` come first, in order. ``keep`` are the keys of all requests that have a state besides blocks; ``moves``
+    are keys, source and target, between which states are copied before.
     """
 
     work: Sequence[Work]
     transfers: Sequence[Transfer] = ()
     keep: Collection[str] = ()
+    moves: Sequence[tuple[str, str]] = ()
     packed: tuple[Step, torch.Tensor, torch.Tensor] | None = None
 
 
@@ -83,7 +86,7 @@ class _Probe:
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
-    samples: bool = True
+    num_logits: int = 1
     forks: Sequence[str] = ()
 
     @property
@@ -172,14 +175,21 @@ class ModelRunner:
         if model is not None and not same_structure(model, self.view):
             self.view = view_of(model)
 
-    def prepare(self, work: Sequence[Work], transfers: Sequence[Transfer] = (), keep: Collection[str] = ()) -> Prepared:
+    def prepare(
+        self,
+        work: Sequence[Work],
+        transfers: Sequence[Transfer] = (),
+        keep: Collection[str] = (),
+        moves: Sequence[tuple[str, str]] = (),
+    ) -> Prepared:
         """Everything about a step that does not depend on token ids; the step before may still be running."""
-        return Prepared(work, transfers, keep, pack(work, self.block_size) if self.cache.packed and work else None)
+        packed = pack(work, self.block_size) if self.cache.packed and work else None
+        return Prepared(work, transfers, keep, moves, packed)
 
     @torch.inference_mode()
     def run(self, prepared: Prepared) -> torch.Tensor:
-        """Execute the transfers, then compute every part; returns float32 logits ``[n, vocab]``, one row for each part
-        that samples, in order."""
+        """Execute the transfers, then compute every part; returns float32 logits ``[n, vocab]``, the rows wanted of each
+        part in order."""
         for kind, found in itertools.groupby(prepared.transfers, type):
             pairs: Any = list(found)
             if kind is BlockCopy:
@@ -191,6 +201,7 @@ class ModelRunner:
             else:
                 self.host.swap_in(pairs)
         if self.recurrent:
+            self._states.update({target: copy.deepcopy(self._states[source]) for source, target in prepared.moves})
             for key in [key for key in self._states if key not in prepared.keep]:
                 del self._states[key]
         if not prepared.work:
@@ -211,22 +222,20 @@ class ModelRunner:
             groups.setdefault((part.count, bool(cache.recurrent) and part.start == 0), []).append(i)
         for members in groups.values():
             logits = self._dense(cache, [work[i] for i in members])
-            rows.update({i: logits[row] for row, i in enumerate(members) if work[i].samples})
-        if not rows:
-            return torch.empty(0, self.vocab_size)
-        return torch.stack([rows[i] for i in sorted(rows)])
+            rows.update({i: logits[row, logits.shape[1] - work[i].num_logits :] for row, i in enumerate(members)})
+        return torch.cat([rows[i] for i in range(len(work))]).float()
 
     def _packed(
-        self, cache: EngineCache, work: Sequence[Work], step: Step, positions: torch.Tensor, last: torch.Tensor
+        self, cache: EngineCache, work: Sequence[Work], step: Step, positions: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
         cache.step, cache.past = step, 0
         ids = torch.from_numpy(np.concatenate([np.asarray(part.token_ids, dtype=np.int64) for part in work]))
         device = self.device
         inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
-        if self._takes_logits_to_keep and len(last):
-            logits = self._call(cache, inputs, logits_to_keep=last.to(device))[0]
+        if self._takes_logits_to_keep and len(wanted):
+            logits = self._call(cache, inputs, logits_to_keep=wanted.to(device))[0]
         else:
-            logits = self._call(cache, inputs)[0][last.to(device)]
+            logits = self._call(cache, inputs)[0][wanted.to(device)]
         return logits.float()
 
     def _dense(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
@@ -261,11 +270,11 @@ class ModelRunner:
         }
         if self._takes_positions:
             inputs["position_ids"] = torch.from_numpy(positions.astype(np.int64)).to(device)
-        options = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        options = {"logits_to_keep": max(1, *(w.num_logits for w in work))} if self._takes_logits_to_keep else {}
         states = [self._state(cache, part) for part in work]
         for layer_idx in cache.recurrent:
             cache.layers[layer_idx] = stacked([state[layer_idx] for state in states])
-        logits = self._call(cache, inputs, **options)[:, -1].float()
+        logits = self._call(cache, inputs, **options)
         for layer_idx in cache.recurrent:
             for state, row in zip(states, rows_of(cache.layers[layer_idx], len(work)), strict=True):
                 state[layer_idx] = row
@@ -343,14 +352,14 @@ class ModelRunner:
         blocks = [list(range(1 + i * per_row, 1 + (i + 1) * per_row)) for i in range(len(ids))]
         # recurrent models may take a prompt in one piece only, and go on by one token at a time
         cut = len(ids[0]) - (1 if cache.recurrent else 2)
-        first = [_Probe("a", ids[0][:cut], 0, blocks[0], samples=False), _Probe("b", ids[1], 0, blocks[1])]
+        first = [_Probe("a", ids[0][:cut], 0, blocks[0], num_logits=0), _Probe("b", ids[1], 0, blocks[1])]
         second = self._forward(cache, first)
         return [self._forward(cache, [_Probe("a", ids[0][cut:], cut, blocks[0])])[0], second[0]]
 
 
 def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor]:
-    """All parts in one row: the step, the positions (int64 ``[tokens]``), and the index of the last token of each part
-    that samples (int64)."""
+    """All parts in one row: the step, the positions (int64 ``[tokens]``), and the indices of the tokens whose logits are
+    wanted (int64)."""
     counts = np.array([part.count for part in work], dtype=np.int32)
     starts = np.array([part.start for part in work], dtype=np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
@@ -368,8 +377,9 @@ def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, tor
             max_seq_len=int((starts + counts).max()),
         )
     )
-    last = (ends - 1)[[part.samples for part in work]].astype(np.int64)
-    return step, torch.from_numpy(positions.astype(np.int64)), torch.from_numpy(last)
+    wanted = np.array([part.num_logits for part in work])
+    first = np.repeat(ends - np.cumsum(wanted), wanted)  # the k-th of all wanted is at first + k
+    return step, torch.from_numpy(positions.astype(np.int64)), torch.from_numpy(first + np.arange(len(first)))
 
 
 def _exact(model: torch.nn.Module) -> bool:

@@ -29,7 +29,7 @@ async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **op
 
 def clean(llm: AsyncLLM) -> None:
     llm._llm.core.manager.check_invariants()
-    assert llm._llm.core.manager.stats().owned_blocks == 0 and not llm._llm._groups and not llm._loop._submissions
+    assert llm._llm.core.manager.stats().owned_blocks == 0 and not llm._llm.frontend.groups and not llm._loop._submissions
 
 
 def test_many_at_once_get_what_each_gets_alone() -> None:
@@ -81,7 +81,7 @@ def test_a_request_can_be_ended_at_any_time_and_the_others_go_on(seen: int, how:
                 ended = await task
                 assert ended.finished and ended.outputs[0].finish_reason == "abort"
             for _ in range(100):
-                if not llm._llm._groups:
+                if not llm._llm.frontend.groups:
                     break
                 await asyncio.sleep(0.02)
             clean(llm)
@@ -172,7 +172,7 @@ def test_weights_that_change_in_a_pause_are_followed_from_there_on() -> None:
             while len(output.outputs[0].token_ids) < 4:
                 output = await anext(stream)
             llm.pause()
-            output_before = list(llm._llm._groups[output.request_id].output.outputs[0].token_ids)
+            output_before = list(llm._llm.frontend.groups[output.request_id].output.outputs[0].token_ids)
             llm.check_health(stalled_after=0.0)
             with torch.no_grad():
                 for p in model.parameters():

@@ -26,7 +26,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[EngineLoop]:
     yield loop
     loop.close()
     llm.core.manager.check_invariants()
-    assert llm.core.manager.stats().owned_blocks == 0 and not llm._groups and not loop._submissions
+    assert llm.core.manager.stats().owned_blocks == 0 and not llm.frontend.groups and not loop._submissions
 
 
 def ask(loop: EngineLoop, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> queue.Queue[Any]:
@@ -79,7 +79,7 @@ def test_whoever_fails_when_told_loses_its_own_request_only(loop: EngineLoop) ->
     loop.submit([3, 4], SamplingParams(temperature=0, max_tokens=200), fail)
     other = ask(loop, prompts()[0])
     assert end_of(other).outputs[0].token_ids == alone(loop.llm.model, prompts()[0])
-    assert loop.call(lambda: len(loop.llm._groups)) == 0
+    assert loop.call(lambda: len(loop.llm.frontend.groups)) == 0
 
 
 def test_a_fault_wakes_everybody_within_a_second(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:

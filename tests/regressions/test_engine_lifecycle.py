@@ -83,9 +83,9 @@ def test_a_client_that_leaves_costs_nothing_any_more(moment: str, how: str, over
             llm.pause()
             gate.hold()
             rest = [asyncio.create_task(last(llm, p, greedy(60))) for p in OTHERS]
-            await becomes(lambda: len(llm._llm._groups) == 2)
+            await becomes(lambda: len(llm._llm.frontend.groups) == 2)
             leaving = asyncio.create_task(read(llm, victim, whole=how != "stop reading"))
-            await becomes(lambda: len(llm._llm._groups) == 3)
+            await becomes(lambda: len(llm._llm.frontend.groups) == 3)
             request = next(r for r in scheduler.unfinished if list(r.prompt) == victim)
             llm.resume()
             gate.step_until(lambda: MOMENTS[moment](request))
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_costs_nothing_any_more(moment: str, how: str, over
             gate.open()
             outputs = await asyncio.gather(*rest)
             assert [o.outputs[0].token_ids for o in outputs] == want_of_others()
-            assert owned_blocks(llm) == 0 and not llm._llm._groups
+            assert owned_blocks(llm) == 0 and not llm._llm.frontend.groups
             assert llm._llm.core.manager.stats().num_tables == 0
 
     run(work())
@@ -152,7 +152,7 @@ def test_aborting_a_request_ends_all_its_completions() -> None:
             output = await task
             assert [o.finish_reason for o in output.outputs] == ["abort"] * 5
             await becomes(lambda: not llm._llm.core.has_work)
-            assert owned_blocks(llm) == 0 and not llm._llm._groups
+            assert owned_blocks(llm) == 0 and not llm._llm.frontend.groups
 
     run(work())
 
@@ -239,9 +239,9 @@ def test_a_pause_lets_weights_change_under_requests_that_run() -> None:
             llm.pause()
             gate.hold()
             tasks = [asyncio.create_task(last(llm, p, greedy(20))) for p in batch]
-            await becomes(lambda: len(llm._llm._groups) == 3)
+            await becomes(lambda: len(llm._llm.frontend.groups) == 3)
             llm.resume()
-            parts = [part for group in llm._llm._groups.values() for part in group.parts.values()]
+            parts = [part for group in llm._llm.frontend.groups.values() for part in group.parts.values()]
             gate.step_until(lambda: all(part.request.num_output >= 4 for part in parts))
             gate.open()
             llm.pause()

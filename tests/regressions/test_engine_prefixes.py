@@ -321,13 +321,13 @@ def test_a_prompt_given_up_half_way_leaves_only_what_was_computed() -> None:
     llm = LLM(model, block_size=BS, num_blocks=64, max_num_batched_tokens=8)
     first = llm.stream([9, 8, 7], greedy(30))
     next(first)
-    group = llm._add(tokens, greedy(4), 0, None)  # no stream can be closed before its first token
+    group = llm.frontend.add(tokens, greedy(4), 0, None)  # no stream can be closed before its first token
     next(first)
     next(first)
     part = next(iter(group.parts.values()))
     assert 0 < part.request.num_computed < 40 and part.request.num_output == 0, "it is in the middle of its prompt"
     computed = part.request.num_computed
-    llm._drop(group)
+    llm.frontend.drop(group)
     llm.core.manager.check_invariants()
     first.close()
     assert completed(llm, tokens).num_cached_tokens == computed

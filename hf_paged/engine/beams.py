@@ -1,0 +1,63 @@
+"""The requests of one beam search: they step like any others, and wait for each other before each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_paged.engine.request import FinishReason, Request
+from hf_paged.engine.scheduler import Scheduler
+from hf_paged.sampling.beams import BeamSearch
+from hf_paged.sampling.processors import Processor
+from hf_paged.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Beam:
+    """What is kept to score one beam's next token."""
+
+    group: BeamGroup
+    index: int
+    params: SamplingParams
+    processors: Sequence[Processor]
+
+
+class BeamGroup:
+    """The beams of one prompt, ``search`` deciding how they go on. Beams need not run in the same step: a beam whose
+    scores are known stands still until those of all are."""
+
+    def __init__(self, search: BeamSearch) -> None:
+        self.search = search
+        self.requests: list[Request] = []
+        self._offered: dict[int, torch.Tensor] = {}
+        self._error: Exception | None = None
+
+    def offer(self, index: int, scores: torch.Tensor | Exception) -> None:
+        """Take the log-probabilities ``[vocab]`` of one beam's next token, or why there are none."""
+        if isinstance(scores, Exception):
+            self._error = scores
+        else:
+            self._offered[index] = scores
+
+    def go_on(self, scheduler: Scheduler) -> list[Request]:
+        """Give every beam its next token if all are known; returns the requests that ended with the search."""
+        alive = [request for request in self.requests if not request.finished]
+        if len(alive) < len(self.requests):
+            return []  # aborted meanwhile
+        if self._error is not None:
+            for request in alive:
+                scheduler.fail(request, self._error)
+            return alive
+        if len(self._offered) < len(self.requests):
+            return []
+        scores = torch.stack([self._offered[i] for i in range(len(self.requests))])
+        self._offered.clear()
+        origins = self.search.advance(scores)
+        if origins is not None:
+            scheduler.continue_beams(self.requests, origins)
+            return []
+        for request in alive:
+            scheduler.finish(request, FinishReason.STOP)
+        return alive
