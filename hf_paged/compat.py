@@ -28,13 +28,13 @@ from transformers.cache_utils import (
 )
 from transformers.generation import configuration_utils as generation_configuration_utils
 from transformers.generation.continuous_batching import continuous_api, requests
-from transformers.generation.utils import GenerationMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
 from hf_paged.errors import UnsupportedError

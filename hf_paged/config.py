@@ -58,10 +58,12 @@ class CacheConfig:
         attention_backend: "auto", the name of a backend ("cpu", "torch"), or "gather" for the model's own
             attention on gathered keys and values, bit-identical to the default cache.
         salt: any text; prefixes are shared only among calls with the same salt.
-        engine: run ``generate()`` on the continuous-batching engine where it can (greedy search and sampling of plain
-            prompts): rows are computed without padding and leave when they are done, and when memory is short some
-            wait for others. Every row gets what it would get alone; what is sampled is reproducible under
-            ``torch.manual_seed``, but not what the stock loop would draw.
+        engine: run ``generate()`` on the continuous-batching engine: rows are computed without padding and leave when
+            they are done, and when memory is short some wait for others. None: where the result is certain to be the
+            stock loop's (greedy search of plain prompts, with processors that do not look at padding, on a model whose
+            attention reads blocks). True: wherever the engine can express the call; then every row gets what it would
+            get alone, and what is sampled is reproducible under ``torch.manual_seed``, but not what the stock loop
+            would draw. False: never.
     """
 
     block_size: int = 16
@@ -71,7 +73,7 @@ class CacheConfig:
     prefix_memory: int | str | None = None
     attention_backend: str = "auto"
     salt: str | None = None
-    engine: bool = False
+    engine: bool | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.block_size) or not 1 <= self.block_size <= 1024:
@@ -89,8 +91,8 @@ class CacheConfig:
                 raise ConfigError("give memory or num_blocks, not both: each alone fixes the size of the pool")
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError(f"prefix_caching={self.prefix_caching!r} must be True or False")
-        if not isinstance(self.engine, bool):
-            raise ConfigError(f"engine={self.engine!r} must be True or False")
+        if self.engine is not None and not isinstance(self.engine, bool):
+            raise ConfigError(f"engine={self.engine!r} must be True, False or None")
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend={self.attention_backend!r} must be text, such as 'auto'")
         if self.salt is not None and not isinstance(self.salt, str):

@@ -291,8 +291,8 @@ class KVCacheManager:
             needed = num_blocks_for(num_tokens, self.block_size)
             if needed > self._host.size:
                 raise OutOfBlocksError(
-                    f"{num_tokens} tokens need {needed} blocks of the host tier, which has {self._host.size} free: give "
-                    "it more with host_memory",
+                    f"{num_tokens} tokens need {needed} blocks of the host tier, of which {self._host.size} are free: "
+                    "give it more with host_memory",
                     needed=needed,
                     available=self._host.size,
                 )

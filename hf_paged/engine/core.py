@@ -31,7 +31,6 @@ from hf_paged.sampling.processors import Processor, processors_for
 from hf_paged.sampling.sampler import SamplerState
 from hf_paged.sampling_params import SamplingParams
 
-
 #: the host tier's share when its user named no size
 _MAX_HOST_BYTES = 4 << 30
 #: how fast blocks move between an accelerator and main memory, and within main memory

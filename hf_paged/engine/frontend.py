@@ -84,23 +84,22 @@ class Frontend:
             raise InvalidRequestError(f"request id {name!r} is in use; ids must be unique while they run")
         group = Group(RequestOutput(name, text, ids, []), params)
         group.output.metrics = RequestMetrics(arrival_time=time.monotonic())
+        if params.prompt_logprobs is not None:
+            group.output.prompt_logprobs = group.prompt_logprobs
         seed = self.core.new_seed() if params.seed is None else params.seed
         try:
             if params.num_beams > 1:
                 group.beams = self.core.add_beams(name, ids, params, self.tokenizer, priority=priority, salt=salt)
-                requests = group.beams.requests
+                for request in group.beams.requests:
+                    self._open(group, request)
             else:
-                requests = []
+                requests: list[Request] = []
                 for row in range(params.best_of or params.n):
-                    requests.append(
-                        self.core.add(
-                            f"{name}-{row}", ids, params, row=row, seed=seed, priority=priority, salt=salt,
-                            parent=requests[0] if requests else None,
-                        )  # fmt: skip
+                    parent = requests[0] if requests else None
+                    request = self.core.add(
+                        f"{name}-{row}", ids, params, row=row, seed=seed, priority=priority, salt=salt, parent=parent
                     )
-                    self._open(group, requests[-1])
-            if group.beams is not None:
-                for request in requests:
+                    requests.append(request)
                     self._open(group, request)
         except Exception:  # whatever it is: none of its completions may stay behind
             self.drop(group)
@@ -125,7 +124,7 @@ class Frontend:
                 part.lead = given if given is not None else self.tokenizer.decode(ids, skip_special_tokens=skip)
                 part.output.text = part.lead
         if params.logprobs is not None:
-            part.output.logprobs = []
+            part.output.logprobs = [None] if params.echo else []
         if params.logprobs is not None or params.best_of is not None:
             part.output.cumulative_logprob = 0.0
         group.parts[request.request_id] = part
@@ -227,12 +226,10 @@ class Frontend:
         for position, logprobs in enumerate(scores.logprobs, scores.start):
             if position == len(known):
                 known.append(self._named(logprobs))
-        if params.prompt_logprobs is not None:
-            group.output.prompt_logprobs = known
-        if params.echo and params.logprobs is not None and len(known) == len(group.output.prompt_token_ids):
-            for part in group.parts.values():
-                assert part.output.logprobs is not None
-                part.output.logprobs[:0] = known
+                if params.echo and params.logprobs is not None:
+                    for part in group.parts.values():
+                        assert part.output.logprobs is not None
+                        part.output.logprobs.insert(position, known[position])
 
     def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         """With the text of each token, where there is a tokenizer."""
@@ -302,7 +299,8 @@ class Frontend:
                         continue
                     stop = part.decoder.push(token)
             full = len(found.tokens) >= group.params.max_tokens
-            output.finish_reason = (FinishReason.LENGTH if full and not ended and stop is None else FinishReason.STOP).value
+            reason = FinishReason.LENGTH if full and not ended and stop is None else FinishReason.STOP
+            output.finish_reason = reason.value
             last = found.tokens[-1] if ended and found.tokens[-1] not in self.core.eos_token_ids else None
             output.stop_reason = stop if stop is not None else last
             if part.decoder is not None:

@@ -16,6 +16,7 @@ from hf_paged.engine.outputs import RequestOutput
 from hf_paged.errors import ConfigError, InvalidRequestError
 from hf_paged.sampling_params import SamplingParams
 
+
 class LLM:
     """A model under continuous batching over paged, shared KV blocks.
 

@@ -47,8 +47,8 @@ class Request:
 
     There is no prefill phase and no decode phase: ``num_computed`` of ``num_tokens`` tokens have keys and values in
     blocks, and a step computes some of the difference. When none is left, the logits of the last token give a new one.
-    Where steps overlap, a step is planned before the one before it is known: what that one computes is ``num_in_flight``
-    tokens, and the token it will sample is ``num_pending``.
+    Where steps overlap, a step is planned before the one before it is known: that one computes ``num_in_flight``
+    tokens, and samples ``num_pending``.
 
     Attributes:
         request_id: unique among the requests of one scheduler.

@@ -72,8 +72,8 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step. ``transfers`` have to be executed, in order, before anything is written. ``ended`` are requests that
-    could not go on and ended with an error while the step was planned. ``moves`` are ids of requests, source and target,
-    whose state besides blocks is to be copied, all at once, before anything else."""
+    could not go on and ended with an error while the step was planned. ``moves`` are ids of requests, source and
+    target, whose state besides blocks is to be copied, all at once, before anything else."""
 
     step: int
     chunks: tuple[Chunk, ...]
@@ -500,7 +500,8 @@ class Scheduler:
         if not self.manager.prefix_caching or request.swapped is not None or request.scores_prompt:
             return False
         known = [plan.chunks.values(), *(output.chunks for output in self._under_way.values())]
-        computed_now = [c for chunks in known for c in chunks if c.count > 1 and c.request.namespace == request.namespace]
+        others = [c for chunks in known for c in chunks if c.count > 1]
+        computed_now = [c for c in others if c.request.namespace == request.namespace]
         if not computed_now:
             return False
         least = max(_SHARED_WORTH_WAITING, self._matched(request) + 1)

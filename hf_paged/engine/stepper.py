@@ -214,7 +214,7 @@ class Stepper:
 
 
 def _scores(logits: torch.Tensor, chunk: Chunk, first: int, count: int) -> Iterator[dict[int, Logprob]]:
-    """Log-probabilities of the prompt's tokens after each position of ``chunk``, whose logits begin at row ``first``."""
+    """Log-probabilities of the prompt's tokens after each position of ``chunk``; its logits begin at row ``first``."""
     following = chunk.request.prompt[chunk.start + 1 : chunk.start + 1 + chunk.count].tolist()
     for start in range(0, len(following), _SCORED_ROWS):
         part = following[start : start + _SCORED_ROWS]

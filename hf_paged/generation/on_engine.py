@@ -1,8 +1,9 @@
-"""``generate(cache_config={"engine": True})``: the rows of a stock call as requests of the continuous-batching engine.
+"""The rows of a stock ``generate()`` call as requests of the continuous-batching engine.
 
 Everything before and after the decoding loop stays stock: it checks arguments, makes the mask, expands rows, builds
-stopping criteria. Here the loop itself is replaced, where the engine can express the call; else the stock loop runs
-over a PagedCache, and one log line says why.
+stopping criteria. Here the loop itself is replaced, where the result is certain to be the stock loop's, or, with
+``cache_config={"engine": True}``, wherever the engine can express the call; else the stock loop runs over a PagedCache,
+and one log line says why.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_paged import compat
+from hf_paged.attention import registry
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
 from hf_paged.engine.stepper import Stepper
@@ -40,6 +42,7 @@ def run(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
+    synced_gpus: bool,
     streamer: Any,
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
@@ -47,30 +50,40 @@ def run(
 
     Raises what a row of its own would: OutOfBlocksError for one that cannot fit even alone, a processor's error.
     """
-    found = _rows(call, input_ids, model_kwargs)
+    assert call.cache is not None
+    assert call.config is not None
+    forced = call.config.engine
+    if forced is False:
+        return None
     runtime = runtime_signature(call.model)
-    why = found if isinstance(found, str) else None
-    if why is None and runtime is None:
+    why = None
+    if runtime is None:
         why = "the model is in training mode, or has hooks or methods that may treat rows differently"
-    why = why or _obstacle(call, logits_processor, stopping_criteria, generation_config, streamer)
+    why = why or _obstacle(call, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+    rows: list[list[int]] = []
+    if why is None:
+        found = _rows(call, input_ids, model_kwargs)
+        rows, why = ([], found) if isinstance(found, str) else (found, None)
+    if why is None and not forced:
+        padded = any(len(row) < input_ids.shape[1] for row in rows)
+        why = _uncertain(call, logits_processor, generation_config, padded)
     runner = None
     if why is None:
         try:
             runner = _runner(call)
+            if not runner.packed and not forced:
+                why = "the model's own attention runs, to stock's last bit"
         except UnsupportedError as error:
             why = str(error)
-    if why is not None or isinstance(found, str) or runner is None:
+    if why is not None or runner is None:
         logger.info("paged: this call runs in the stock loop, not on the engine: %s", why)
         return None
-    assert call.cache is not None
-    assert call.config is not None
     manager = call.cache.state.shared.manager
     assert manager is not None
     private = None
     namespace = prompt_namespace(call, runtime) if call.config.prefix_caching else None
     if namespace is None:
         namespace = private = (("private", next(_private)),)
-    rows = found
     generated: dict[str, list[int]] = {}
     scheduler = Scheduler(manager, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS)
     new_tokens = generation_config.max_length - input_ids.shape[1]
@@ -87,7 +100,7 @@ def run(
             scheduler.add(request)
             requests.append(request)
             states[request.request_id] = SamplerState(
-                params, compat.processors_of_row(call.model, generation_config, row, new_tokens), seed, i
+                params, compat.processors_of_row(call.model, generation_config, row, input_ids.shape[1]), seed, i
             )
         while scheduler.has_work:
             for event in stepper.step():
@@ -130,8 +143,11 @@ def _rows(call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> 
 
 
 def _obstacle(
-    call: Call, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any
+    call: Call, logits_processor: Any, stopping_criteria: Any, generation_config: Any, synced_gpus: bool, streamer: Any
 ) -> str | None:
+    """What of a call the engine cannot express."""
+    if synced_gpus:
+        return "synced_gpus keeps the steps of several processes together"
     if call.custom:
         return "custom_generate brings a loop of its own"
     if streamer is not None:
@@ -147,6 +163,19 @@ def _obstacle(
         home = type(processor).__module__
         if not home.startswith("transformers.") or type(processor) is PrefixConstrainedLogitsProcessor:
             return f"the logits processor {type(processor).__name__} sees the batch as a whole"
+    return None
+
+
+def _uncertain(call: Call, logits_processor: Any, generation_config: Any, padded: bool) -> str | None:
+    """Why the engine's result may not be the stock loop's."""
+    assert call.config is not None
+    if generation_config.do_sample:
+        return "sampling draws from torch's generator, row after row"
+    if call.config.attention_backend == registry.GATHER:
+        return "attention_backend is 'gather'"
+    for processor in logits_processor:
+        if padded and compat.looks_at_padding(processor):
+            return f"the logits processor {type(processor).__name__} looks at padding"
     return None
 
 

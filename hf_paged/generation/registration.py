@@ -205,7 +205,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             generation_config.cache_implementation, generation_config.cache_config = name, options
         mode = str(getattr(generation_mode, "value", generation_mode))
-        if config.engine and (given is not None or mode not in _ENGINE_MODES):
+        if config.engine is not False and (given is not None or mode not in _ENGINE_MODES):
             why = "a cache was passed in" if given is not None else f"its mode is {mode}"
             logger.info("paged: this call runs in the stock loop, not on the engine: %s", why)
         if given is None:
@@ -284,12 +284,13 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         call = calls_here.current(self)
-        if call is not None and call.cache is not None and call.config is not None and call.config.engine:
+        if call is not None and call.cache is not None and call.config is not None:
             from hf_paged.generation import on_engine
 
             found = on_engine.run(
-                call, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-            )
+                call, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
+                model_kwargs,
+            )  # fmt: skip
             if found is not None:
                 return found
         return original(

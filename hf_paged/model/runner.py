@@ -43,8 +43,8 @@ _PROBE_LENGTHS = (7, 4)
 
 class Work(Protocol):
     """One request's part of a step: token ids at positions ``start : start + count``, and its blocks. ``key`` is the
-    same for all parts of a request; ``forks`` are the keys of requests that will go on from where it ends. The logits of
-    its last ``num_logits`` positions are wanted."""
+    same for all parts of a request; ``forks`` are the keys of requests that will go on from where it ends. The logits
+    of its last ``num_logits`` positions are wanted."""
 
     @property
     def key(self) -> str: ...
@@ -67,8 +67,8 @@ class Prepared:
     """A step's work, and what can be made of it before its token ids are known (None for padded rows): the step, the
     positions int64 ``[tokens]``, and the indices of the tokens whose logits are wanted, int64.
 
-    ``transfers`` come first, in order. ``keep`` are the keys of all requests that have a state besides blocks; ``moves``
-    are keys, source and target, between which states are copied before.
+    ``transfers`` come first, in order. ``keep`` are the keys of all requests that have a state besides blocks, and
+    ``moves`` keys, source and target, between which such states are copied before.
     """
 
     work: Sequence[Work]
@@ -188,8 +188,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, prepared: Prepared) -> torch.Tensor:
-        """Execute the transfers, then compute every part; returns float32 logits ``[n, vocab]``, the rows wanted of each
-        part in order."""
+        """Execute the transfers, then compute every part; returns float32 logits ``[n, vocab]``, the rows wanted of
+        each part in order."""
         for kind, found in itertools.groupby(prepared.transfers, type):
             pairs: Any = list(found)
             if kind is BlockCopy:
@@ -358,8 +358,8 @@ class ModelRunner:
 
 
 def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor]:
-    """All parts in one row: the step, the positions (int64 ``[tokens]``), and the indices of the tokens whose logits are
-    wanted (int64)."""
+    """All parts in one row: the step, the positions (int64 ``[tokens]``), and the indices of the tokens whose logits
+    are wanted (int64)."""
     counts = np.array([part.count for part in work], dtype=np.int32)
     starts = np.array([part.start for part in work], dtype=np.int32)
     ends = np.cumsum(counts, dtype=np.int32)

@@ -29,7 +29,8 @@ async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **op
 
 def clean(llm: AsyncLLM) -> None:
     llm._llm.core.manager.check_invariants()
-    assert llm._llm.core.manager.stats().owned_blocks == 0 and not llm._llm.frontend.groups and not llm._loop._submissions
+    assert llm._llm.core.manager.stats().owned_blocks == 0
+    assert not llm._llm.frontend.groups and not llm._loop._submissions
 
 
 def test_many_at_once_get_what_each_gets_alone() -> None:

@@ -38,8 +38,9 @@ def stock_beams(
         options["min_new_tokens"] = ours["min_tokens"]
     row = torch.tensor([prompt])
     out = model.generate(
-        row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=10, num_return_sequences=ours.get("n", 1),
-        eos_token_id=eos or None, return_dict_in_generate=True, output_scores=True, **options,
+        row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=10,
+        num_return_sequences=ours.get("n", 1), eos_token_id=eos or None, return_dict_in_generate=True,
+        output_scores=True, **options,
     )  # fmt: skip
     rows = [sequence[len(prompt) :].tolist() for sequence in out.sequences]
     lengths = (out.beam_indices >= 0).sum(-1).tolist()
@@ -114,9 +115,12 @@ def test_a_search_that_is_aborted_or_fails_leaves_nothing() -> None:
     assert isinstance(outputs[0].error, RuntimeError) and outputs[0].outputs[0].finish_reason == "error"
     assert outputs[1].outputs[0].token_ids == alone(model, prompts()[3], max_new_tokens=6)
     check_clean(llm)
-    stream = llm.stream(prompts()[2], SamplingParams(temperature=0, num_beams=3, max_tokens=9))
-    assert not any(output.finished for output in [])
-    stream.close()
+    group = llm.frontend.add(prompts()[2], SamplingParams(temperature=0, num_beams=3, max_tokens=9))
+    for _ in range(3):
+        llm.frontend.step()
+    assert llm.core.manager.stats().owned_blocks > 0
+    llm.frontend.abort(group)
+    assert group.output.finished and [c.finish_reason for c in group.output.outputs] == ["abort"]
     check_clean(llm)
     with pytest.raises(hf_paged.ConfigError, match="beam search does not sample"):
         SamplingParams(temperature=0.7, num_beams=3)

@@ -55,7 +55,11 @@ PAIRS = [
     ("priority", "swap", True), ("priority", "recompute", False),
 ]  # fmt: skip
 MODES = [
-    pytest.param(*mode, id="-".join([*mode[:2], "overlap" if mode[2] else "serial"]), marks=[] if mode in PAIRS else pytest.mark.slow)
+    pytest.param(
+        *mode,
+        id="-".join([*mode[:2], "overlap" if mode[2] else "serial"]),
+        marks=[] if mode in PAIRS else pytest.mark.slow,
+    )
     for mode in itertools.product(["fcfs", "lpm", "priority"], ["recompute", "swap"], [False, True])
 ]  # fmt: skip
 
