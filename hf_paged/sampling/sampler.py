@@ -265,19 +265,17 @@ def draw(scores: torch.Tensor, numbers: Sequence[float]) -> list[int | None]:
     """
     scores, ids = _without_excluded(scores) if stages.in_numpy(scores) else (scores, None)
     exponents = scores.double()
-    weights = exponents.sub_(exponents.amax(dim=-1, keepdim=True)).exp_()
-    mass = weights.cumsum(dim=-1)
+    mass = exponents.sub_(exponents.amax(dim=-1, keepdim=True)).exp_().cumsum(dim=-1)
     total = mass[:, -1:]
+    # less than the total even for the largest number, 1 - 2**-53, so that there is always a token
     at = torch.tensor(numbers, dtype=torch.float64)[:, None].to(scores.device) * total
     places = torch.searchsorted(mass, at, right=True)[:, 0].tolist()
     found: list[int | None] = []
     for row, (place, whole) in enumerate(zip(places, total[:, 0].tolist(), strict=True)):
         if not whole > 0:
             found.append(None)
-            continue
-        if place == scores.shape[1]:  # rounding took it to the very end
-            place = int(weights[row].nonzero()[-1])
-        found.append(place if ids is None else int(ids[row, place]))
+        else:
+            found.append(place if ids is None else int(ids[row, place]))
     return found
 
 

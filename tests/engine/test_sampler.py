@@ -14,7 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    TopPLogitsWarper,
+)
 
 import hf_paged
 from hf_paged import SamplingParams
@@ -184,15 +189,17 @@ def test_every_stage_is_taken_by_the_property_tests() -> None:
     assert all(step.stage is None for step in mixed.steps(VOCAB))
 
 
-def test_minimum_length_of_a_running_generate() -> None:
-    from transformers import MinLengthLogitsProcessor
-
-    params = SamplingParams(temperature=0)
-    logits = torch.zeros(2, VOCAB)
+def test_a_minimum_of_tokens_ends_at_its_border() -> None:
+    """Counted with the prompt, as generate(min_length=) does, and without it."""
+    logits = torch.zeros(4, VOCAB)
     logits[:, EOS], logits[:, 9] = 5.0, 4.0
-    states = [SamplerState(params, [MinLengthLogitsProcessor(n, torch.tensor([EOS]))], 0) for n in (4, 3)]
-    found = sample(logits, states, [[5, 6, 7], [5, 6, 7]])
-    assert [r.token for r in found if isinstance(r, Sampled)] == [9, EOS]
+    greedy = SamplingParams(temperature=0)
+    processors = [
+        *(MinLengthLogitsProcessor(n, torch.tensor([EOS])) for n in (4, 3)),
+        *(MinNewTokensLengthLogitsProcessor(1, n, torch.tensor([EOS])) for n in (3, 2)),
+    ]
+    found = sample(logits, [SamplerState(greedy, [one], 0) for one in processors], [[5, 6, 7]] * 4)
+    assert [result.token for result in found if isinstance(result, Sampled)] == [9, EOS, 9, EOS]
 
 
 def test_the_same_state_serves_a_growing_sequence() -> None:
