@@ -102,6 +102,13 @@ class KVCacheManager:
                 self._hit_tokens += num_tokens
             return match
 
+    def longest_elsewhere(self, namespace: Namespace, tokens: Sequence[int]) -> int:
+        """Tokens of the longest prefix that is stored under any other namespace, where it cannot be used."""
+        key = as_token_array(tokens)
+        with self.lock:
+            others = [name for name in self._tree.roots if name != namespace]
+            return max((self._tree.match(name, key, touch=False)[0] for name in others), default=0)
+
     def release(self, match: PrefixMatch) -> None:
         """Unpin a match. Again, or after ``adopt``, it does nothing."""
         with self.lock:

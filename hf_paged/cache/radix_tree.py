@@ -122,15 +122,17 @@ class RadixTree:
         """Blocks with a claim."""
         return list(self._claims)
 
-    def match(self, namespace: Namespace, tokens: array[int]) -> tuple[int, list[int], RadixNode | None]:
+    def match(
+        self, namespace: Namespace, tokens: array[int], touch: bool = True
+    ) -> tuple[int, list[int], RadixNode | None]:
         """Longest stored prefix of ``tokens``: its length, the blocks holding it, and the node it ends in.
 
-        A match that ends inside a node leaves the node whole. Every node on the way counts as used now.
+        A match that ends inside a node leaves the node whole. With ``touch``, every node on the way counts as used now.
         """
         node = self.roots.get(namespace)
         if node is None:
             return 0, [], None
-        self._clock += 1
+        self._clock += touch
         blocks: list[int] = []
         matched, total, size = 0, len(tokens), self.block_size
         while matched < total:
@@ -138,8 +140,9 @@ class RadixTree:
             if child is None:
                 break
             node = child
-            node.last_access = self._clock
-            node.hit_count += 1
+            if touch:
+                node.last_access = self._clock
+                node.hit_count += 1
             first = node.start // size
             del blocks[first:]
             shared = common_prefix(node.tokens, tokens, matched)

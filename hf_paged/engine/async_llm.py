@@ -14,7 +14,7 @@ from hf_paged.config import EngineConfig
 from hf_paged.engine.frontend import Prompt
 from hf_paged.engine.llm import LLM
 from hf_paged.engine.loop import EngineLoop
-from hf_paged.engine.outputs import RequestOutput
+from hf_paged.engine.outputs import Explanation, RequestOutput
 from hf_paged.sampling_params import SamplingParams
 
 logger = logging.getLogger("hf_paged")
@@ -140,6 +140,10 @@ class AsyncLLM:
     def stats(self) -> dict[str, Any]:
         """Counters of scheduler and cache."""
         return self._llm.stats()
+
+    def explain(self, request_id: str) -> list[Explanation]:
+        """What became of each completion of a request, and why; see :meth:`LLM.explain`."""
+        return self._loop.call(lambda: self._llm.explain(request_id))
 
     def check_health(self, stalled_after: float = 60.0) -> None:
         """Raise EngineDeadError when the loop has ended, or has work and made no step for ``stalled_after`` seconds."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from hf_paged.cache.offload import HostTier
 from hf_paged.cache.radix_tree import Namespace
 from hf_paged.config import EngineConfig
 from hf_paged.engine.beams import Beam, BeamGroup
+from hf_paged.engine.outputs import Explanation
 from hf_paged.engine.policy import SwapCost
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler
@@ -240,6 +242,44 @@ class EngineCore:
             if event.request.finished:
                 self.samplers.pop(event.request.request_id, None)
         return events
+
+    # -- looking into it -------------------------------------------------------------------------------------------
+
+    def explain(self, request: Request) -> Explanation:
+        """What became of a completion so far, and why."""
+        until = time.monotonic() if request.scheduled_at is None else request.scheduled_at
+        return Explanation(
+            request_id=request.request_id,
+            status=request.status.value,
+            prompt_tokens=len(request.prompt),
+            output_tokens=request.num_output,
+            cached_tokens=None if request.num_cached < 0 else request.num_cached,
+            why_not_more=self._why_not_more(request),
+            blocks=0 if request.table is None else len(request.table.blocks),
+            host_blocks=0 if request.swapped is None else len(request.swapped.blocks),
+            queue_time=until - request.added_at,
+            preemptions=list(request.preemptions),
+            preempted=list(request.preempted),
+            evicted_blocks=request.evicted_blocks,
+        )
+
+    def _why_not_more(self, request: Request) -> str:
+        found, length = request.num_cached, len(request.prompt)
+        if found < 0:
+            return "it has not been admitted yet"
+        if not self.manager.prefix_caching:
+            recurrent = self.runner.recurrent
+            return "the model keeps state that is not in blocks" if recurrent else "prefix_caching is off"
+        if found == length - 1:
+            return "all but the last token, which has to be computed to have logits"
+        if request.scores_prompt:
+            return "log-probabilities of the prompt are wanted, so all of it was computed"
+        elsewhere = self.manager.longest_elsewhere(request.namespace, request.prompt)
+        if elsewhere > found:
+            return (
+                f"{elsewhere} tokens are stored for other weights, settings or another salt, where they do not count"
+            )
+        return f"nothing that was stored then went on with its token {found}"
 
     # -- what prefixes belong to -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from hf_paged.compat import GenerationConfig
 from hf_paged.engine.beams import BeamGroup
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.detokenizer import Detokenizer
-from hf_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from hf_paged.engine.outputs import CompletionOutput, Explanation, RequestMetrics, RequestOutput
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.stepper import Event, PromptScores
 from hf_paged.errors import ConfigError, InvalidRequestError
@@ -24,6 +24,9 @@ from hf_paged.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | GenerationConfig
+
+#: requests that are remembered to be explained
+EXPLAINED = 1000
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Frontend:
         self.core, self.tokenizer = core, tokenizer
         self.groups: dict[str, Group] = {}
         self._group_of: dict[str, Group] = {}
+        self._requests: dict[str, list[Request]] = {}
         self._numbers = itertools.count()
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -107,6 +111,7 @@ class Frontend:
         if group.beams is None and len(group.parts) == params.n:
             group.output.outputs = [part.output for part in group.parts.values()]
         self.groups[name] = group
+        self._remember(group)
         return group
 
     def _open(self, group: Group, request: Request) -> None:
@@ -144,6 +149,23 @@ class Frontend:
             if self._group_of.pop(name, None) is not None:
                 self.core.abort(name)
         self.groups.pop(group.output.request_id, None)
+
+    def explain(self, request_id: str) -> list[Explanation]:
+        """What became of each completion of a request, and why; the last EXPLAINED requests are remembered.
+
+        Raises InvalidRequestError for an id that is not known (any more).
+        """
+        found = self._requests.get(request_id)
+        if found is None:
+            raise InvalidRequestError(
+                f"request id {request_id!r} is not known; of requests that ended, the last {EXPLAINED} are remembered"
+            )
+        return [self.core.explain(request) for request in found]
+
+    def _remember(self, group: Group) -> None:
+        self._requests[group.output.request_id] = [part.request for part in group.parts.values()]
+        while len(self._requests) > max(EXPLAINED, 2 * len(self.groups)):
+            self._requests.pop(next(iter(self._requests)))
 
     # -- prompts -------------------------------------------------------------------------------------------------
 

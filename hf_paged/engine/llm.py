@@ -12,7 +12,7 @@ from typing import Any
 from hf_paged.config import EngineConfig
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.frontend import Frontend, Group, Params, Prompt
-from hf_paged.engine.outputs import RequestOutput
+from hf_paged.engine.outputs import Explanation, RequestOutput
 from hf_paged.errors import ConfigError, InvalidRequestError
 from hf_paged.sampling_params import SamplingParams
 
@@ -133,6 +133,14 @@ class LLM:
             **{name: getattr(scheduler, name) for name in scheduler.__slots__},
             **{name: getattr(cache, name) for name in cache.__slots__},
         }
+
+    def explain(self, request_id: str) -> list[Explanation]:
+        """What became of each completion of a request, and why: blocks, cached tokens and why not more, time in the
+        queue, preemptions, and who gave way to whom. Requests that ended are remembered for a while.
+
+        Raises InvalidRequestError for an id that is not known.
+        """
+        return self.frontend.explain(request_id)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_paged.engine.request import Preemption
 from hf_paged.sampling.sampler import Logprob
 
 
@@ -55,3 +56,34 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What became of one completion, and why.
+
+    Attributes:
+        request_id: of the completion: the request's, a dash and the completion's number.
+        status: "waiting", "running" or "finished".
+        prompt_tokens, output_tokens: so far.
+        cached_tokens: tokens of the prompt that were found in the cache, None before it was first admitted.
+        why_not_more: why it was not more than that.
+        blocks, host_blocks: blocks it holds now, and blocks of the host tier.
+        queue_time: seconds until it was first admitted, or until now.
+        preemptions: each time it gave way, in which way, and to whom.
+        preempted: ids of completions that gave way to it.
+        evicted_blocks: blocks of stored prefixes that gave way to it.
+    """
+
+    request_id: str
+    status: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    why_not_more: str
+    blocks: int
+    host_blocks: int
+    queue_time: float
+    preemptions: list[Preemption]
+    preempted: list[str]
+    evicted_blocks: int

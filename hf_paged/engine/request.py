@@ -70,6 +70,7 @@ class Request:
         siblings: requests with the same prompt that get a copy of its table once the prompt is computed.
         parent: the request whose sibling it is, until then.
         preemptions: each time it had to give its blocks back.
+        preempted: ids of requests that gave way to it.
         evicted_blocks: blocks of stored prefixes that gave way to it.
         progress: tokens it had when it was last preempted; it grows from one preemption to the next.
         scores_prompt: the logits behind each token of its prompt are wanted, so that all of it must be computed.
@@ -77,7 +78,7 @@ class Request:
         lockstep: it is told its next token by somebody who waits for others, too (a beam of a search). Meanwhile it is
             ``stalled``: its logits are known, and no step has anything to do for it.
         queued_at: step at which it last joined the queue.
-        scheduled_at: seconds on the monotonic clock when it was first admitted.
+        added_at, scheduled_at: seconds on the monotonic clock when it was queued and when it was first admitted.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class Request:
     siblings: list[Request] = field(default_factory=list)
     parent: Request | None = None
     preemptions: list[Preemption] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
     evicted_blocks: int = 0
     scores_prompt: bool = False
     num_scored: int = 0
@@ -107,6 +109,7 @@ class Request:
     stalled: bool = False
     progress: int = -1
     queued_at: int = 0
+    added_at: float = 0.0
     scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -174,7 +174,7 @@ class Scheduler:
                 available=usable,
             )
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        request.queued_at = self.step
+        request.queued_at, request.added_at = self.step, time.monotonic()
         if parent is not None and parent.request_id in self.waiting and not parent.num_output:
             request.parent = parent
             parent.siblings.append(request)
@@ -451,6 +451,8 @@ class Scheduler:
         request.progress = request.num_tokens
         how = "swap" if self._swaps(request) else "recompute"
         request.preemptions.append(Preemption(self.step, how, needed_by.request_id))
+        if needed_by is not request:
+            needed_by.preempted.append(request.request_id)
         swapped = None
         if how == "swap":
             assert request.table is not None
