@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from hf_paged.config import EngineConfig
-from hf_paged.engine.frontend import Prompt
+from hf_paged.engine.frontend import Params, Prompt
 from hf_paged.engine.llm import LLM
 from hf_paged.engine.loop import EngineLoop
 from hf_paged.engine.outputs import Explanation, RequestOutput
@@ -74,7 +74,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | Any = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -101,7 +101,7 @@ class AsyncLLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | Any = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -152,3 +152,4 @@ class AsyncLLM:
     def close(self) -> None:
         """End every request and the loop. Idempotent."""
         self._loop.close()
+        self._llm.core.close()

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from hf_paged.engine.frontend import Group, Prompt
+from hf_paged.engine.frontend import Group, Params, Prompt
 from hf_paged.engine.llm import LLM
 from hf_paged.engine.outputs import RequestOutput
 from hf_paged.errors import EngineDeadError, InvalidRequestError
@@ -74,7 +74,7 @@ class EngineLoop:
     def submit(
         self,
         prompt: Prompt,
-        params: Any,
+        params: Params,
         tell: Tell,
         *,
         request_id: str | None = None,
@@ -82,7 +82,7 @@ class EngineLoop:
         salt: str | None = None,
         every_step: bool = True,
     ) -> Submission:
-        """Hand over a request; ``params`` are SamplingParams or a GenerationConfig.
+        """Hand over a request.
 
         ``tell`` gets its outputs, the last one finished, or InvalidRequestError and its like for a request that can
         never run, or EngineDeadError when the loop ends first.

@@ -152,9 +152,9 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         """What stop texts are found with from now on."""
         if not hasattr(tokenizer, "_tokenizer"):
             raise ConfigError(f"a fast transformers tokenizer is wanted, not {type(tokenizer).__name__}")
-        llm = self.engine().llm
-        if llm.tokenizer is None:
-            llm.tokenizer = tokenizer
+        frontend = self.engine().llm.frontend
+        if frontend.tokenizer is None:
+            frontend.tokenizer = tokenizer
 
     def warmup(self) -> None:
         """Nothing: the engine is ready when it is made."""
@@ -172,8 +172,8 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         if self._started:
             self._end(drain=True, timeout=None)
         if self._fault is not None:
-            self._llm = self._fault = None
-        self._stopped = False
+            self._let_go()
+        self._fault, self._stopped = None, False
         self.engine().resume()
         self._started = True
 
@@ -203,7 +203,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         if keep_for_next_session:
             setattr(self.model, compat.CACHED_MANAGER, self)
         else:
-            self._llm = None
+            self._let_go()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Wait for the thread's end after a :meth:`stop` that did not."""
@@ -212,7 +212,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
     def destroy(self) -> None:
         """End the thread, once its requests have finished, and let go of the engine and its blocks. Idempotent."""
         self._end(drain=self._started, timeout=None)
-        self._llm = None
+        self._let_go()
 
     def _end(self, drain: bool, timeout: float | None) -> bool:
         """Close the loop; whether it has ended by now, which is when the engine is let go of."""
@@ -223,6 +223,12 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         if loop.close(drain=drain, timeout=timeout):
             self._fault, self._loop, self._started = loop.cause, None, False
         return self._loop is None
+
+    def _let_go(self) -> None:
+        """Of the engine; one that still finishes its requests goes when it has."""
+        if self._llm is not None and self._loop is None:
+            self._llm.core.close()
+        self._llm = None
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -333,7 +339,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
             params = self.params_for(config, len(prompt))
         except InvalidRequestError as error:
             refused, params = error, self.params_for(config, 1)  # raises unless it is this prompt's length
-        if params.stop and loop.llm.tokenizer is None:
+        if params.stop and loop.llm.frontend.tokenizer is None:
             raise ConfigError("stop_strings need a tokenizer to be found with: pass tokenizer=")
         name = self._new_name() if request_id is None else request_id
         request = Queued(name, prompt, streaming, record_timestamps, params.n)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import AsyncLLM, SamplingParams
@@ -23,7 +24,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, timeout=120))
 
 
-async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> Any:
+async def last(llm: AsyncLLM, prompt: Any, params: Any = GREEDY, **options: Any) -> Any:
     return [output async for output in llm.generate(prompt, params, **options)][-1]
 
 
@@ -198,6 +199,22 @@ def test_weights_that_changed_unseen_are_said_to_have_changed() -> None:
             assert (await last(llm, prompt)).num_cached_tokens > 0
             llm.weights_changed()
             assert (await last(llm, prompt)).num_cached_tokens == 0
+            clean(llm)
+
+    run(work())
+
+
+def test_a_generation_config_means_what_it_means_for_generate() -> None:
+    model, batch = zoo.build("llama"), prompts()[:4]
+    config = GenerationConfig(max_new_tokens=9, repetition_penalty=1.3, no_repeat_ngram_size=2)
+    want = [alone(model, p, max_new_tokens=9, repetition_penalty=1.3, no_repeat_ngram_size=2) for p in batch]
+
+    async def work() -> None:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            outputs = await asyncio.gather(*(last(llm, p, config) for p in batch))
+            assert [o.outputs[0].token_ids for o in outputs] == want
+            with pytest.raises(hf_paged.InvalidRequestError, match="guidance_scale"):
+                await last(llm, batch[0], GenerationConfig(guidance_scale=2.0))
             clean(llm)
 
     run(work())

@@ -40,7 +40,7 @@ def tokens(outputs: dict[str, Any]) -> list[list[int]]:
 
 
 def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("hf_paged")]
+    return [t.name for t in threading.enumerate() if t.name == "hf_paged engine"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.versions) if n in ("llama", "bloom") else n
@@ -105,6 +105,16 @@ def test_several_sequences_a_prompt_come_one_after_the_other_and_are_reproducibl
     assert len({tuple(row) for row in found[0]}) > 6
     torch.manual_seed(12)
     assert tokens(model.generate_batch(batch, generation_config=config)) != found[0]
+
+
+def test_beams_are_searched_as_stock_searches() -> None:
+    model, batch = zoo.build("llama"), prompts()[:3]
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8}
+    outputs = model.generate_batch(batch, generation_config=GenerationConfig(**options))
+    rows = [torch.tensor([p]) for p in batch]
+    stock = [model.generate(r, attention_mask=torch.ones_like(r), do_sample=False, **options) for r in rows]
+    want = [row[len(p) :].tolist() for p, out in zip(batch, stock, strict=True) for row in out]
+    assert tokens(outputs) == want and len({tuple(row) for row in want}) == 6
 
 
 @pytest.mark.versions
@@ -211,6 +221,15 @@ def test_requests_have_options_of_their_own() -> None:
     assert model.generation_config.to_dict() == before
 
 
+def test_without_any_limit_a_row_goes_on_to_the_models_largest_length() -> None:
+    model, batch = zoo.build("llama"), prompts()[3:0:-1]  # the longest first
+    config = ContinuousBatchingConfig(num_blocks=200, block_size=4)
+    outputs = model.generate_batch(batch, continuous_batching_config=config)
+    assert [len(row) for row in tokens(outputs)] == [256 - len(p) for p in batch]
+    with pytest.raises(hf_paged.InvalidRequestError, match="max_new_tokens"):
+        zoo.build("bloom").generate_batch(batch)
+
+
 def test_logprobs_are_delivered_where_asked_for() -> None:
     model, prompt = zoo.build("llama"), prompts()[0]
     config = ContinuousBatchingConfig(return_logprobs=True)
@@ -276,6 +295,10 @@ def test_a_kept_manager_knows_prefixes_and_follows_each_calls_config() -> None:
     assert tokens(outputs) == [alone(model, p, max_new_tokens=7, repetition_penalty=1.3) for p in batch]
     assert getattr(model, compat.CACHED_MANAGER) is kept
     assert kept.batch_processor.manager.stats().hit_tokens > sum(map(len, batch)) // 2
+    session = model.continuous_batching_context_manager(GenerationConfig(max_new_tokens=3), persistent_manager=True)
+    with session as manager:
+        assert manager is kept
+        assert manager.get_result(manager.add_request(batch[1])).generated_tokens == want[1][:3]
     other = ContinuousBatchingConfig(num_blocks=100, block_size=4)
     model.generate_batch(batch, max_new_tokens=2, persistent_manager=True, continuous_batching_config=other)
     assert getattr(model, compat.CACHED_MANAGER) is not kept

@@ -25,6 +25,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[EngineLoop]:
     loop = EngineLoop(llm)
     yield loop
     loop.close()
+    llm.core.close()
     llm.core.manager.check_invariants()
     assert llm.core.manager.stats().owned_blocks == 0 and not llm.frontend.groups and not loop._submissions
 
@@ -118,6 +119,23 @@ def test_a_fault_wakes_everybody_within_a_second(loop: EngineLoop, monkeypatch: 
     loop.abort("unknown")
 
 
+def test_a_fault_in_the_step_that_a_pause_waits_for_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = EngineLoop(LLM(zoo.build("llama"), block_size=4, num_blocks=24, overlap=True), paused=True)
+    fault = ZeroDivisionError("a fault in the model")
+
+    def fail(*args: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(loop.llm.core.runner, "run", fail)
+    told = ask(loop, [3, 4])
+    loop.call(loop._step)  # begins a step
+    with pytest.raises(hf_paged.EngineDeadError) as caught:
+        loop.pause()
+    assert caught.value.__cause__ is fault and end_of(told).__cause__ is fault
+    assert loop.close()
+    loop.llm.core.close()
+
+
 def test_a_draining_loop_finishes_what_it_has_and_takes_no_more(loop: EngineLoop) -> None:
     told = [ask(loop, p) for p in prompts()[:4]]
     long = ask(loop, [3, 4], SamplingParams(temperature=0, max_tokens=80), request_id="long")
@@ -131,7 +149,8 @@ def test_a_draining_loop_finishes_what_it_has_and_takes_no_more(loop: EngineLoop
 
 
 def test_closing_tells_whoever_still_waits(loop: EngineLoop) -> None:
-    told = ask(loop, [3, 4], SamplingParams(temperature=0, max_tokens=200))
+    told = ask(loop, [3, 4], SamplingParams(temperature=0, max_tokens=80))
+    told.get(timeout=30)
     assert loop.close()
     assert isinstance(end_of(told), hf_paged.EngineDeadError)
     assert loop.close() and not loop.is_alive and loop.cause is None

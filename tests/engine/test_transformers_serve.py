@@ -122,9 +122,12 @@ def test_chat_completion_stream_and_stop(server: Server, smollm2: tuple[Any, Any
     text = server.complete(temperature=0).choices[0].text
     assert "7" in text
     assert streamed(server.complete(temperature=0, stream=True)) == (text, "length")
-    cut = server.complete(temperature=0, stop=["7"]).choices[0]
+    answer = server.complete(temperature=0, stop=["7"])
+    cut, cut_tokens = answer.choices[0], answer.usage.completion_tokens
     assert (cut.text, cut.finish_reason) == (text[: text.index("7")], "stop")
     assert streamed(server.complete(temperature=0, stop=["7"], stream=True)) == (cut.text, "stop")
+    exact = server.complete(temperature=0, stop=["7"], max_tokens=cut_tokens)
+    assert exact.choices[0].finish_reason == "stop", "its last token is the last that was allowed, too"
     assert server.complete(temperature=0, max_tokens=3).usage.completion_tokens == 3
 
     with pytest.raises(openai.BadRequestError):
