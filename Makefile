@@ -23,7 +23,7 @@ VERSION_5.17.0 := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 htt
 VERSION_5.23.0 := transformers==5.23.0
 
 .NOTPARALLEL:
-.PHONY: demo test test-all test-suite test-versions lint format bench clean distclean help
+.PHONY: demo test test-all test-suite test-versions lint format bench soak clean distclean help
 
 help:
 	@echo "make demo           paged generate() beside stock generate(), on a real model"
@@ -33,6 +33,7 @@ help:
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make format         let ruff rewrite what it can"
 	@echo "make bench          kernels against torch's own attention"
+	@echo "make soak           the engine under 2,000 random requests, for at most ten minutes"
 	@echo "make clean          remove what was built and cached; make distclean: .venv as well"
 
 demo: .venv/.stamp-demo
@@ -65,6 +66,9 @@ format: .venv/.stamp-test
 
 bench: .venv/.stamp-test
 	$(BIN)/python benchmarks/kernels.py
+
+soak: .venv/.stamp-test
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/soak.py --requests 2000 --seconds 600
 
 clean:
 	rm -rf build dist *.egg-info .versions .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -226,6 +226,7 @@ class EngineLoop:
         with self._wake:
             while not self._commands and not self._closing and not self._has_step():
                 self._wake.wait()
+                self._last_step = time.monotonic()  # having had nothing to do is no stall
             return not self._closing or (self._draining and (bool(self._commands) or self._has_step()))
 
     def _run(self) -> None:

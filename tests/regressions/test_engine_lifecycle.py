@@ -103,7 +103,8 @@ def test_a_client_that_leaves_costs_nothing_any_more(moment: str, how: str, over
             outputs = await asyncio.gather(*rest)
             assert [o.outputs[0].token_ids for o in outputs] == want_of_others()
             assert owned_blocks(llm) == 0 and not llm._llm.frontend.groups
-            assert llm._llm.core.manager.stats().num_tables == 0
+            stats = llm._llm.core.manager.stats()
+            assert stats.num_tables == 0 and stats.free_host_blocks == stats.host_blocks
 
     run(work())
 

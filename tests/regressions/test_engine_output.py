@@ -35,15 +35,18 @@ def chosen(output: Any) -> list[list[int]]:
 # -- case 25 -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_text_begins_with_the_bos_token() -> None:
+@pytest.mark.parametrize("written", [True, False], ids=["written by the tokenizer", "only known to it"])
+def test_an_empty_text_begins_with_the_bos_token(written: bool) -> None:
     """Case 25: an empty prompt crashed the engine or was answered with nothing.
 
     https://github.com/vllm-project/vllm/issues/6521, https://github.com/vllm-project/vllm/issues/9336
     """
-    model = zoo.build("llama")
-    llm = LLM(model, tokenizer_of(bos=True), **ROOMY)
+    model, tokenizer = zoo.build("llama"), tokenizer_of(bos=written)
+    tokenizer.bos_token = "<s>"
+    assert (tokenizer("")["input_ids"] == [1]) is written
+    llm = LLM(model, tokenizer, **ROOMY)
     outputs = llm.generate(["", "ab", {"prompt": ""}], greedy(5))
-    assert [o.prompt_token_ids for o in outputs] == [[1], [1, 3, 4], [1]]
+    assert [o.prompt_token_ids for o in outputs] == [[1], [1, 3, 4] if written else [3, 4], [1]]
     assert [o.outputs[0].token_ids for o in outputs] == [
         alone(model, o.prompt_token_ids, max_new_tokens=5) for o in outputs
     ]

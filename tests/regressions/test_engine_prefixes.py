@@ -312,13 +312,14 @@ def test_a_prefix_stored_twice_at_once_is_counted_once() -> None:
     assert stats["free_blocks"] + stats["cached_blocks"] == stats["num_blocks"] - 1
 
 
-def test_a_prompt_given_up_half_way_leaves_only_what_was_computed() -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_prompt_given_up_half_way_leaves_only_what_was_computed(overlap: bool) -> None:
     """Case 18: blocks that were reserved but never computed were found by the next request with that prefix.
 
     https://github.com/huggingface/text-generation-inference/pull/2489
     """
     model, tokens = zoo.build("llama"), prompt(40)
-    llm = LLM(model, block_size=BS, num_blocks=64, max_num_batched_tokens=8)
+    llm = LLM(model, block_size=BS, num_blocks=64, max_num_batched_tokens=8, overlap=overlap)
     first = llm.stream([9, 8, 7], greedy(30))
     next(first)
     group = llm.frontend.add(tokens, greedy(4), 0, None)  # no stream can be closed before its first token
