@@ -29,7 +29,7 @@ from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
 from hf_paged.model.recurrent import rows_of, stacked
-from hf_paged.model.view import same_structure, view_of
+from hf_paged.model.view import input_device, same_structure, view_of
 
 logger = logging.getLogger("hf_paged")
 
@@ -151,9 +151,7 @@ class ModelRunner:
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        embeddings = self.view.get_input_embeddings()
-        found: torch.device = embeddings.weight.device
-        return found
+        return input_device(self.view)
 
     @property
     def recurrent(self) -> bool:

@@ -40,6 +40,19 @@ def view_of(model: M) -> M:
     return found
 
 
+def input_device(model: Any) -> torch.device:
+    """Where token ids go. Weights that accelerate keeps elsewhere are on "meta"; its hook knows where they run."""
+    embeddings = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    if device.type != "meta":
+        return device
+    hook = getattr(embeddings, "_hf_hook", None)
+    for found in (hook, *getattr(hook, "hooks", ())):  # a sequence of hooks has them inside
+        if getattr(found, "execution_device", None) is not None:
+            return torch.device(found.execution_device)
+    return device
+
+
 def _rebound(value: Any, twins: dict[int, torch.nn.Module]) -> Any:
     """``value`` with every reference to an old module replaced, as far as such references are usual."""
     if isinstance(value, torch.nn.Module):

@@ -14,6 +14,7 @@ import torch
 
 from hf_paged import compat
 from hf_paged.errors import InvalidRequestError
+from hf_paged.model.view import input_device
 from hf_paged.sampling_params import SamplingParams
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,7 +27,7 @@ def processors_for(
 
     Raises what transformers raises for values it refuses (ValueError as a rule).
     """
-    device = model.device
+    device = input_device(model)
     if params.plain:
         return []
     config = compat.GenerationConfig(
