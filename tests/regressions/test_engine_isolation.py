@@ -75,6 +75,7 @@ def test_everybody_learns_at_once_when_the_loop_dies() -> None:
 
     async def work() -> None:
         async with AsyncLLM(model, **ROOMY) as llm:
+            llm.pause()
             gate.hold()
             latest: dict[int, Any] = {}
 
@@ -83,7 +84,8 @@ def test_everybody_learns_at_once_when_the_loop_dies() -> None:
                     latest[i] = output
 
             tasks = [asyncio.create_task(follow(i)) for i in range(3)]
-            await becomes(lambda: len(llm._llm._groups) == 3)
+            await becomes(lambda: len(llm._llm.core.scheduler.waiting) == 3)
+            llm.resume()
             gate.step()
             gate.step()
             gate.fault = ZeroDivisionError("a fault in the model")
