@@ -25,8 +25,9 @@ from hf_paged.engine.policy import SwapCost
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler
 from hf_paged.engine.stepper import Event, Stepper
-from hf_paged.errors import InvalidRequestError
+from hf_paged.errors import InvalidRequestError, UnsupportedError
 from hf_paged.model.runner import ModelRunner
+from hf_paged.model.view import static_rope_length
 from hf_paged.model.weights import WeightsWatch, runtime_signature
 from hf_paged.sampling.beams import BeamSearch
 from hf_paged.sampling.processors import Processor, processors_for
@@ -72,12 +73,11 @@ class EngineCore:
         )
         speed = _BYTES_PER_SECOND["cpu" if on_cpu else "cuda"]
         cost = SwapCost(bytes_per_block // cache.block_size, speed)
-        text = model.config.get_text_config(decoder=True)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", None),
+            max_model_len=self._max_model_len(),
             policy=config.policy,
             whole_prompts=self.runner.recurrent,
             preemption=config.preemption,
@@ -91,6 +91,21 @@ class EngineCore:
         self._unshared = 0
         self._seeds = random.Random(config.seed) if config.seed is not None else None
         self.eos_token_ids = _eos_of(model)
+
+    def _max_model_len(self) -> int | None:
+        """Tokens a sequence may have: as configured, or as the model's config says; less where longer sequences would
+        change what the others beside them get."""
+        wanted, static = self.config.max_model_len, static_rope_length(self.runner.view)
+        if static is None:
+            text = self.model.config.get_text_config(decoder=True)
+            return wanted or getattr(text, "max_position_embeddings", None)
+        if wanted is not None and wanted > static:
+            raise UnsupportedError(
+                f"max_model_len={wanted}: beyond {static} tokens this model's rotary embeddings depend on the longest "
+                f"sequence of a batch, so requests would change each other; give at most {static}, or use "
+                "model.generate(cache_implementation='paged')"
+            )
+        return wanted or static
 
     def _host_blocks(self, bytes_per_block: int, on_cpu: bool) -> int:
         """Blocks of the host tier; see EngineConfig.host_memory."""

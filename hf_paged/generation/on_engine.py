@@ -25,6 +25,7 @@ from hf_paged.engine.stepper import Stepper
 from hf_paged.errors import UnsupportedError
 from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
 from hf_paged.model.runner import ModelRunner
+from hf_paged.model.view import is_compiled
 from hf_paged.model.weights import runtime_signature
 from hf_paged.sampling.sampler import SamplerState
 from hf_paged.sampling_params import SamplingParams
@@ -173,6 +174,8 @@ def _uncertain(call: Call, logits_processor: Any, generation_config: Any, padded
         return "sampling draws from torch's generator, row after row"
     if call.config.attention_backend == registry.GATHER:
         return "attention_backend is 'gather'"
+    if is_compiled(call.model):
+        return "the model is compiled, for the shapes of the stock loop"
     for processor in logits_processor:
         if padded and compat.looks_at_padding(processor):
             return f"the logits processor {type(processor).__name__} looks at padding"

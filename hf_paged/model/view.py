@@ -53,6 +53,32 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether torch.compile was applied to the model or any of its modules, in place or as its ``forward``."""
+    return any(
+        module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        or isinstance(module, torch._dynamo.OptimizedModule)
+        for module in model.modules()
+    )
+
+
+def static_rope_length(model: torch.nn.Module) -> int | None:
+    """Tokens up to which rotary embeddings do not depend on how long the longest sequence of a forward is; None where
+    they never do. Beyond, sequences in one forward would change each other."""
+    lengths = []
+    for module in model.modules():
+        kinds, config = module.__dict__.get("rope_type"), module.__dict__.get("config")
+        listed = kinds.values() if isinstance(kinds, dict) else (kinds,)
+        if "longrope" in listed:
+            given = getattr(config, "rope_parameters", None) or {}
+            parameters = given.values() if isinstance(kinds, dict) else (given,)
+            lengths += [p["original_max_position_embeddings"] for p in parameters if p.get("rope_type") == "longrope"]
+        if "dynamic" in listed:
+            lengths.append(int(getattr(config, "max_position_embeddings")))
+    return min(lengths, default=None)
+
+
 def _rebound(value: Any, twins: dict[int, torch.nn.Module]) -> Any:
     """``value`` with every reference to an old module replaced, as far as such references are usual."""
     if isinstance(value, torch.nn.Module):
