@@ -4,7 +4,7 @@
 
 Lengths, options, priorities and salts are random; half of the prompts begin alike. The pool holds 20 % of what the
 clients together would need, so requests wait, give way and come back, from a host tier while that has room. One request
-in five is ended early: while it waits, in its prompt, in its output, or while it is preempted.
+in four is to be ended early: while it waits, in its prompt, in its output, or while it is preempted.
 
 Ends with 0 only when all of this holds:
 
@@ -55,6 +55,8 @@ MOMENTS: dict[str, Callable[[Request], bool]] = {
     "preempted": lambda r: r.table is None and bool(r.preemptions) and r.swapped is None,
     "swapped": lambda r: r.swapped is not None,
 }
+#: where a request comes only under pressure, and not by its own doing
+VICTIM = ("preempted", "swapped")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +102,8 @@ def jobs(count: int, seed: int, tokenizer: Any, vocab: int, longest_prompt: int,
         own = [draw.randrange(3, vocab) for _ in range(draw.randint(1, longest_prompt - len(head)))]
         prompt: str | list[int] = [*head, *own]
         compared = number % max(1, count // COMPARED) == 0
-        leaves = draw.choice(list(MOMENTS)) if draw.random() < 0.2 and not compared else None
-        victim = leaves in ("preempted", "swapped")  # it should come to that: long, and nobody's first
+        leaves = draw.choice([*MOMENTS, *VICTIM]) if draw.random() < 0.25 and not compared else None
+        victim = leaves in VICTIM  # it should come to that: long, and nobody's first
         length = most_tokens * (5 if victim or draw.random() < 0.3 else 1)
         if tokenizer is not None and draw.random() < 0.3:
             prompt = tokenizer.decode(prompt)[: 2 * longest_prompt]
@@ -122,7 +124,7 @@ def _params(draw: random.Random, texts: bool, most_tokens: int, vocab: int, comp
     length = draw.randint(1, most_tokens)
     if compared:
         return SamplingParams(temperature=0, max_tokens=length, repetition_penalty=draw.choice([1.0, 1.2]))
-    options: dict[str, Any] = {"max_tokens": length, "n": draw.choice([1, 1, 1, 2, MOST_COMPLETIONS])}
+    options: dict[str, Any] = {"max_tokens": length, "n": draw.choice([1, 1, 1, 1, 2, MOST_COMPLETIONS])}
     choices: dict[str, Any] = {
         "temperature": draw.choice([0, 0.7, 1.0, 1.5]),
         "top_k": draw.randint(1, 50),
@@ -149,7 +151,7 @@ def _params(draw: random.Random, texts: bool, most_tokens: int, vocab: int, comp
 def pool_size(clients: int, longest_prompt: int, most_tokens: int, share: float) -> int:
     """Blocks: ``share`` of what that many mean requests need, but enough for the longest request alone, five times
     as long as most."""
-    mean_completions = 1.6  # of n in (1, 1, 1, 2, 3)
+    mean_completions = 1.5  # of n in (1, 1, 1, 1, 2, 3)
     mean = -(-longest_prompt // 2 // BLOCK) + mean_completions * -(-most_tokens // 2 // BLOCK)
     return max(int(share * clients * mean), -(-(longest_prompt + 5 * most_tokens) // BLOCK) + 1)
 
@@ -173,9 +175,10 @@ async def client(llm: AsyncLLM, work: Iterator[Job], record: Record, seconds: fl
 
 async def _one(llm: AsyncLLM, job: Job, record: Record, draw: random.Random) -> None:
     reading = asyncio.create_task(_read(llm, job, record))
-    if job.leaves is not None and await _reaches(llm, job, reading):
+    moment = None if job.leaves is None else await _reached(llm, job, reading)
+    if moment is not None:
         how = draw.choice(["abort", "cancel"])
-        record.left[job.leaves] += 1
+        record.left[moment] += 1
         if how == "cancel":
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -201,15 +204,17 @@ async def _read(llm: AsyncLLM, job: Job, record: Record) -> Any:
     return output
 
 
-async def _reaches(llm: AsyncLLM, job: Job, reading: asyncio.Task[Any]) -> bool:
-    """Wait for the moment at which the client leaves; False when the request ended without it."""
-    scheduler, reached = llm._llm.core.scheduler, MOMENTS[job.leaves or ""]
+async def _reached(llm: AsyncLLM, job: Job, reading: asyncio.Task[Any]) -> str | None:
+    """Wait for the moment at which the client leaves, and name it; None when the request ended without it."""
+    scheduler = llm._llm.core.scheduler
+    wanted = VICTIM if job.leaves in VICTIM else (job.leaves,)
     while not reading.done():
         parts = [scheduler.find(f"{job.name}-{row}") for row in range(job.params.n)]
-        if any(reached(part) for part in parts if part is not None):
-            return True
+        for moment in wanted:
+            if any(MOMENTS[moment](part) for part in parts if part is not None):
+                return moment
         await asyncio.sleep(0.003)
-    return False
+    return None
 
 
 def _problem(job: Job, output: Any) -> str | None:
@@ -324,7 +329,7 @@ async def soak(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str
     vocab = model.get_input_embeddings().num_embeddings
     blocks = pool_size(args.clients, args.longest_prompt, args.most_tokens, args.pool)
     work = jobs(args.requests, args.seed, tokenizer, vocab, args.longest_prompt, args.most_tokens)
-    record = Record()
+    record, cpu = Record(), time.process_time()
     llm = AsyncLLM(
         model, tokenizer, block_size=BLOCK, num_blocks=blocks, max_num_batched_tokens=args.batched_tokens,
         policy="priority", preemption="swap", host_memory=args.host_memory, overlap=not args.no_overlap,
@@ -339,9 +344,9 @@ async def soak(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str
     faulthandler.cancel_dump_traceback_later()
     stats = llm.stats()
     print(
-        f"{record.done} requests, {record.tokens} tokens in {record.seconds:.0f} s: "
-        f"{record.tokens / record.seconds:.1f} tokens/s; {stats['preemptions']} preemptions, {stats['swaps']} to the "
-        f"host; {stats['hit_tokens']} of {stats['lookup_tokens']} prompt tokens cached"
+        f"{record.done} requests, {record.tokens} tokens in {record.seconds:.0f} s ({time.process_time() - cpu:.0f} s "
+        f"of CPU): {record.tokens / record.seconds:.1f} tokens/s; {stats['preemptions']} preemptions, "
+        f"{stats['swaps']} to the host; {stats['steps']} steps, {stats['computed_tokens']} tokens computed"
     )
     print("clients left: " + ", ".join(f"{record.left[moment]} {moment}" for moment in MOMENTS))
     failed = verdict(record, stats, args.rss_limit) + leftovers(llm)
@@ -363,8 +368,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ids", action="store_true", help="token ids only: no tokenizer, no stop texts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pool", type=float, default=0.2, help="share of the clients' demand that the pool holds")
-    parser.add_argument("--longest-prompt", type=int, default=32)
-    parser.add_argument("--most-tokens", type=int, default=10)
+    parser.add_argument("--longest-prompt", type=int, default=28)
+    parser.add_argument("--most-tokens", type=int, default=8)
     parser.add_argument("--batched-tokens", type=int, default=96)
     parser.add_argument("--host-memory", default="4MiB", help="of the host tier, which is meant to be full at times")
     parser.add_argument("--no-overlap", action="store_true")
