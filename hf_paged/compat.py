@@ -206,11 +206,11 @@ def eos_tokens(generation_config: Any) -> frozenset[int]:
     return frozenset() if eos is None else frozenset(int(i) for i in eos.reshape(-1))
 
 
-def processors_of_row(model: Any, generation_config: Any, row: Any, width: int) -> Any:
-    """The built-in processors of a running ``generate()`` over prompts of ``width`` columns, for one row without its
-    padding. What stock counts in columns, it counts in columns here too."""
-    ids = torch.tensor([list(row)], device=model.device)
-    padding = width - ids.shape[1]
+def processors_of_row(model: Any, generation_config: Any, prompt: torch.Tensor, row: Any) -> Any:
+    """The built-in processors of a running ``generate()`` over ``prompt`` (ids ``[rows, columns]``), for one ``row``
+    without its padding. What stock counts in columns, it counts in columns here too."""
+    ids = torch.tensor([list(row)], device=prompt.device)
+    padding = prompt.shape[1] - ids.shape[1]
     generation_config = copy.copy(generation_config)
     generation_config.max_length -= padding
     if generation_config.min_length is not None:
@@ -221,7 +221,7 @@ def processors_of_row(model: Any, generation_config: Any, row: Any, width: int) 
             input_ids_seq_length=ids.shape[1],
             encoder_input_ids=ids,
             logits_processor=LogitsProcessorList(),
-            device=model.device,
+            device=prompt.device,
             model_kwargs={},
         )
     )

@@ -291,9 +291,7 @@ class EngineCore:
             return "log-probabilities of the prompt are wanted, so all of it was computed"
         elsewhere = self.manager.longest_elsewhere(request.namespace, request.prompt)
         if elsewhere > found:
-            return (
-                f"{elsewhere} tokens are stored for other weights, settings or another salt, where they do not count"
-            )
+            return f"{elsewhere} tokens are stored for other weights, settings or another salt, where they do not count"
         return f"nothing that was stored then went on with its token {found}"
 
     # -- what prefixes belong to -----------------------------------------------------------------------------------

@@ -168,8 +168,8 @@ class Scheduler:
         needed = num_blocks_for(length + (1 if request.max_tokens > 1 else 0), self.manager.block_size)
         if needed > usable:
             raise OutOfBlocksError(
-                f"a prompt of {length} tokens needs {needed} blocks of {self.manager.block_size} tokens, the whole "
-                f"pool has {usable}: give the engine more memory or num_blocks, or shorten the prompt",
+                f"a prompt of {length} tokens, with what follows, needs {needed} blocks of {self.manager.block_size} tokens, "
+                f"the whole pool has {usable}: give it more memory or num_blocks, or shorten the prompt",
                 needed=needed,
                 available=usable,
             )

@@ -79,6 +79,8 @@ class Stepper:
     Args:
         samplers: what is kept to choose each request's tokens, by request id; whoever adds requests fills it.
         overlap: run steps in a thread of its own, and plan one while the one before it runs.
+        shared: threads beside this one take blocks from the same manager, so blocks are copied before any of these can
+            take the blocks that copies free.
         cost: told how long steps take.
 
     Not thread-safe: one thread calls it.
@@ -91,9 +93,11 @@ class Stepper:
         samplers: Mapping[str, SamplerState | Beam],
         *,
         overlap: bool = False,
+        shared: bool = False,
         cost: SwapCost | None = None,
     ) -> None:
         self.scheduler, self.runner, self.samplers, self._cost = scheduler, runner, samplers, cost
+        self._shared = shared
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hf_paged step") if overlap else None
         self._running: tuple[_Step, Future[_Results]] | None = None
 
@@ -142,7 +146,10 @@ class Stepper:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _plan(self) -> _Step:
-        plan = self.scheduler.schedule()
+        with self.scheduler.manager.lock:
+            plan = self.scheduler.schedule()
+            if self._shared:
+                self.runner.transfer(plan.transfers)
         rows: list[_Row] = []
         scored: list[tuple[Chunk, int, int]] = []
         end = 0
@@ -153,7 +160,8 @@ class Stepper:
             if chunk.scores:
                 scored.append((chunk, end - chunk.count, self._alternatives(chunk.request)))
         keep = self.scheduler.stateful_ids() if self.runner.recurrent else ()
-        return _Step(plan, self.runner.prepare(plan.chunks, plan.transfers, keep, plan.moves), rows, scored)
+        transfers = () if self._shared else plan.transfers
+        return _Step(plan, self.runner.prepare(plan.chunks, transfers, keep, plan.moves), rows, scored)
 
     def _alternatives(self, request: Request) -> int:
         params = self.samplers[request.request_id].params

@@ -76,6 +76,8 @@ class ModelKV:
         self._stock_masks: bool | None = None
         #: the engine's way into the model, once a call asked for it
         self.runner: ModelRunner | None = None
+        #: why the engine cannot run the model, once that is known
+        self.no_engine: str | None = None
 
     def uses_stock_masks(self, model: Any) -> bool:
         """Whether any of the model's code builds masks with transformers' functions, which hide padding exactly."""
@@ -105,7 +107,7 @@ class ModelKV:
 
     def clear(self) -> None:
         with self.lock:
-            self.shared = self.runner = None
+            self.shared = self.runner = self.no_engine = None
             self.watch.changed()
 
 

@@ -21,8 +21,8 @@ from hf_paged import compat
 from hf_paged.attention import registry
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
-from hf_paged.engine.stepper import Stepper
-from hf_paged.errors import UnsupportedError
+from hf_paged.engine.stepper import Event, Stepper
+from hf_paged.errors import InternalError, OutOfBlocksError, UnsupportedError
 from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.view import is_compiled
@@ -93,7 +93,7 @@ def run(
     params = SamplingParams(temperature=1.0 if generation_config.do_sample else 0.0, max_tokens=max(new_tokens, 1))
     requests: list[Request] = []
     states: dict[str, SamplerState] = {}
-    stepper = Stepper(scheduler, runner, states)
+    stepper = Stepper(scheduler, runner, states, shared=True)
     hits = 0
     try:
         for i, row in enumerate(rows):
@@ -101,10 +101,10 @@ def run(
             scheduler.add(request)
             requests.append(request)
             states[request.request_id] = SamplerState(
-                params, compat.processors_of_row(call.model, generation_config, row, input_ids.shape[1]), seed, i
+                params, compat.processors_of_row(call.model, generation_config, input_ids, row), seed, i
             )
         while scheduler.has_work:
-            for event in stepper.step():
+            for event in _step(call, stepper):
                 if event.request.error is not None:
                     raise event.request.error
         for request in requests:
@@ -119,8 +119,20 @@ def run(
     with call.kv.lock:
         call.kv.prompt_tokens += sum(map(len, rows))
         call.kv.hit_tokens += hits
+        call.kv.paged_layers = sorted(runner.pool.layers)
+        reason = None if runner.packed else "its own attention runs on gathered keys"
+        call.kv.obstacles = dict.fromkeys(call.kv.paged_layers, reason)
     logger.info("paged: %d rows ran on the engine", len(rows))
     return _assembled(input_ids, list(generated.values()), call.pad_token)
+
+
+def _step(call: Call, stepper: Stepper) -> list[Event]:
+    try:
+        return stepper.step()
+    except InternalError as error:  # its attention is not what it was when it was tried out
+        assert call.kv is not None
+        call.kv.no_engine = str(error)
+        raise
 
 
 def _assembled(input_ids: torch.Tensor, generated: list[list[int]], pad: int | None) -> torch.Tensor:
@@ -183,21 +195,33 @@ def _uncertain(call: Call, logits_processor: Any, generation_config: Any, padded
 
 
 def _runner(call: Call) -> ModelRunner:
-    """The engine's way into this model, over the pool that its paged calls share; made once for a pool."""
+    """The engine's way into this model, over the pool that its paged calls share; made once for a pool.
+
+    Raises UnsupportedError for a model that the engine cannot run, at once where that is known.
+    """
     kv, cache = call.kv, call.cache
     assert kv is not None
     assert cache is not None
     shared = cache.state.shared
     with kv.lock:
+        if kv.no_engine is not None:
+            raise UnsupportedError(kv.no_engine)
         known = kv.runner
         if known is None or known.pool is not shared.pool:
-            known = kv.runner = ModelRunner(
-                call.model,
-                block_size=shared.config.block_size,
-                attention_backend=shared.config.attention_backend,
-                pool=shared.pool,
-                join=shared.join,
-            )
+            try:
+                known = ModelRunner(
+                    call.model,
+                    block_size=shared.config.block_size,
+                    attention_backend=shared.config.attention_backend,
+                    pool=shared.pool,
+                    join=shared.join,
+                )
+            except OutOfBlocksError:
+                raise
+            except Exception as error:  # whatever a model raises when it is tried out means the same: not this way
+                kv.no_engine = str(error)
+                raise UnsupportedError(f"trying the model out failed: {error}") from error
+            kv.runner = known
         if known.recurrent:
             raise UnsupportedError("the model keeps recurrent state, which these calls do not share yet")
         known.refresh()

@@ -197,7 +197,10 @@ class EngineCache(compat.DynamicCache):
         """Raise InternalError when a layer's keys were not followed by its attention: the step was wrong."""
         if self.unattended:
             missing, self.unattended = sorted(self.unattended), set()
-            raise InternalError(f"layers {missing} took keys, but their attention never came")
+            raise InternalError(
+                f"layers {missing} had their keys read without calling its attention interface, so that step is wrong: "
+                "something replaced the model's attention; make a new engine"
+            )
 
 
 def _tokens_first(states: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class ModelRunner:
         join: Callable[[int, LayerSpec], tuple[LayerKV, Any] | None] | None = None,
     ) -> None:
         interface.install()
+        self._lock = threading.Lock()
         #: weakly, so that whoever keeps a runner for a model does not keep the model
         self._model: weakref.ref[Any] = weakref.ref(model)
         self.view: Any = view_of(model)
@@ -184,11 +186,18 @@ class ModelRunner:
         packed = pack(work, self.block_size) if self.cache.packed and work else None
         return Prepared(work, transfers, keep, moves, packed)
 
-    @torch.inference_mode()
+    # not inference_mode: some weights (sparse ones, say) cannot be used in it
+    @torch.no_grad()
     def run(self, prepared: Prepared) -> torch.Tensor:
         """Execute the transfers, then compute every part; returns float32 logits ``[n, vocab]``, the rows wanted of
-        each part in order."""
-        for kind, found in itertools.groupby(prepared.transfers, type):
+        each part in order. Threads wait for each other."""
+        with self._lock:
+            self.transfer(prepared.transfers)
+            return self._run(prepared)
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        """Copy blocks, in order."""
+        for kind, found in itertools.groupby(transfers, type):
             pairs: Any = list(found)
             if kind is BlockCopy:
                 self.pool.copy_blocks(pairs)
@@ -198,6 +207,8 @@ class ModelRunner:
                 self.host.swap_out(pairs)
             else:
                 self.host.swap_in(pairs)
+
+    def _run(self, prepared: Prepared) -> torch.Tensor:
         if self.recurrent:
             self._states.update({target: copy.deepcopy(self._states[source]) for source, target in prepared.moves})
             for key in [key for key in self._states if key not in prepared.keep]:
@@ -310,7 +321,7 @@ class ModelRunner:
             )
         return found
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _try_out(self, attention_backend: str) -> tuple[bool, dict[int, LayerSpec]]:
         """Whether requests can be packed, and what each layer stores; tried with two short sequences."""
         ids = [[(3 + 5 * i + n) % self.vocab_size for i in range(n)] for n in _PROBE_LENGTHS]

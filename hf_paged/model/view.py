@@ -19,13 +19,16 @@ def view_of(model: M) -> M:
     """New module objects for ``model`` and all below it, sharing the dicts of parameters and buffers, in eval mode.
 
     What modules keep besides (numbers, configs, hooks) is shared by reference. Bound methods and partial functions that
-    refer to the old modules, as accelerate's hooks leave them, are bound to the new ones.
+    refer to the old modules, as accelerate's hooks leave them, are bound to the new ones. What was compiled runs
+    uncompiled.
     """
     twins: dict[int, torch.nn.Module] = {}
     for module in model.modules():
         twin = object.__new__(type(module))
         twin.__dict__.update(module.__dict__)
         twin.__dict__["training"] = False
+        if module._compiled_call_impl is not None:  # the shapes of steps are not those it was compiled for
+            twin.__dict__["_compiled_call_impl"] = None
         twins[id(module)] = twin
     for module in model.modules():
         twin = twins[id(module)]
@@ -83,6 +86,7 @@ def _rebound(value: Any, twins: dict[int, torch.nn.Module]) -> Any:
     """``value`` with every reference to an old module replaced, as far as such references are usual."""
     if isinstance(value, torch.nn.Module):
         return twins.get(id(value), value)
+    value = getattr(value, "_torchdynamo_orig_callable", value)
     owner = getattr(value, "__self__", None)
     if isinstance(owner, torch.nn.Module) and id(owner) in twins:
         return getattr(value, "__func__", value).__get__(twins[id(owner)])

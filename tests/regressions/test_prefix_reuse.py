@@ -93,8 +93,10 @@ def test_a_batch_reuses_as_far_as_its_shortest_match() -> None:
     }
     with registered():
         paged(model, seen)
-        assert torch.equal(paged(model, **batch), stock(model, **batch))
+        assert torch.equal(paged(model, **batch, cache_config={"engine": False}), stock(model, **batch))
         assert _hits(model) == 9  # the padding of the unknown row costs nothing
+        assert torch.equal(paged(model, **batch), stock(model, **batch))
+        assert _hits(model) == 9 + 14 + 5  # rows of the engine are on their own
 
 
 def test_only_cold_leaves_are_evicted() -> None:
