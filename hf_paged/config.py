@@ -43,13 +43,25 @@ def parse_size(value: int | str, *, name: str = "memory") -> int:
     return size
 
 
+def _parse_share(value: str | float) -> float:
+    """``"30%"`` as 0.3. Raises ConfigError outside of more than 0 and at most 95 %: something must be left."""
+    try:
+        share = value if isinstance(value, float) else float(value.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 0.95:
+        raise ConfigError(f"memory={value!r} must be a size such as '2GiB', or a share from above 0% to 95%")
+    return share
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """Settings of one paged KV cache.
 
     Attributes:
         block_size: tokens per block. 16 suits every native kernel; others fall back to the reference kernel.
-        memory: bytes reserved for keys and values, e.g. ``"2GiB"``; None picks half of what is free. On CPU the
+        memory: bytes reserved for keys and values, e.g. ``"2GiB"``, or a share of what is free when the pool is made,
+            e.g. ``"30%"``; None picks half of it. On CPU the
             reservation costs nothing until blocks are used.
         num_blocks: usable blocks, instead of ``memory``.
         prefix_caching: reuse the keys and values of prompts seen before (only under ``register()``).
@@ -67,7 +79,7 @@ class CacheConfig:
     """
 
     block_size: int = 16
-    memory: int | str | None = None
+    memory: int | float | str | None = None
     num_blocks: int | None = None
     prefix_caching: bool = True
     prefix_memory: int | str | None = None
@@ -78,7 +90,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if not _is_int(self.block_size) or not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size={self.block_size!r} must be an int from 1 to 1024 (16 is a good choice)")
-        if self.memory is not None:
+        if isinstance(self.memory, float) or (isinstance(self.memory, str) and self.memory.strip().endswith("%")):
+            object.__setattr__(self, "memory", _parse_share(self.memory))
+        elif self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
         if isinstance(self.prefix_memory, str) and re.fullmatch(r"\s*0+(\.0+)?\s*\w*", self.prefix_memory):
             object.__setattr__(self, "prefix_memory", 0)
@@ -153,7 +167,7 @@ class EngineConfig:
     """
 
     block_size: int = 16
-    memory: int | str | None = None
+    memory: int | float | str | None = None
     num_blocks: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

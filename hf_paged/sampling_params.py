@@ -45,6 +45,8 @@ class SamplingParams:
         logprobs_mode: "raw" reports the log-softmax of the model's logits, "processed" that of the scores after all
             processors.
         echo: begin the output with the prompt.
+        add_special_tokens: let the tokenizer add its special tokens (a BOS, as a rule) to a text prompt.
+        truncate_prompt_tokens: keep only the last so many tokens of the prompt; None keeps all.
         skip_special_tokens: leave special tokens out of the text.
         logits_processors: called as in transformers, ``(input_ids [1, tokens], scores [1, vocab]) -> scores``.
         prefix_allowed_tokens_fn: ``(0, input_ids [tokens]) -> list of ids``, as in transformers.
@@ -93,6 +95,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
     echo: bool = False
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     logits_processors: Sequence[Callable[..., Any]] = field(default_factory=tuple)
     prefix_allowed_tokens_fn: Callable[..., Any] | None = None
@@ -153,6 +157,10 @@ class SamplingParams:
         criteria = self.stopping_criteria
         listed = isinstance(criteria, list | tuple) and all(callable(criterion) for criterion in criteria)
         self._check("stopping_criteria", listed, "a list of StoppingCriteria")
+        keep = self.truncate_prompt_tokens
+        self._check(
+            "truncate_prompt_tokens", keep is None or (_is_int(keep) and keep >= 1), "an int of at least 1, or None"
+        )
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ConfigError("max_tokens=0 asks for nothing: give at least 1, or echo=True or prompt_logprobs as well")
         if self.min_tokens > self.max_tokens:
@@ -218,7 +226,7 @@ _NUMBERS = (
 )  # fmt: skip
 _FLAGS = (
     "remove_invalid_values", "renormalize_logits", "include_stop_str_in_output", "ignore_eos", "echo",
-    "skip_special_tokens",
+    "skip_special_tokens", "add_special_tokens",
 )  # fmt: skip
 #: their smallest values
 _COUNTS = {

@@ -102,6 +102,13 @@ class KVCacheManager:
                 self._hit_tokens += num_tokens
             return match
 
+    def count_query(self, lookup_tokens: int, hit_tokens: int) -> None:
+        """Count, in ``stats()``, a lookup that was made with ``record=False`` and turned out to be used."""
+        with self.lock:
+            self._queries += 1
+            self._lookup_tokens += lookup_tokens
+            self._hit_tokens += hit_tokens
+
     def longest_elsewhere(self, namespace: Namespace, tokens: Sequence[int]) -> int:
         """Tokens of the longest prefix that is stored under any other namespace, where it cannot be used."""
         key = as_token_array(tokens)

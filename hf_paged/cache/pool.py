@@ -107,7 +107,7 @@ class KVPool:
         block_size: tokens per block.
         num_layers: layers that will store keys here; with the first layer's size it gives the bytes of a block.
         choose: picks the backend that lays out and serves a layer.
-        memory: bytes for all layers together, or None for half of what is free.
+        memory: bytes for all layers together, or a share (a float below 1) of what is free; None for half of it.
         num_blocks: usable blocks instead of ``memory``. The null block is extra.
     """
 
@@ -117,7 +117,7 @@ class KVPool:
         num_layers: int,
         choose: Callable[[LayerSpec, int], KVStorage],
         *,
-        memory: int | None = None,
+        memory: int | float | None = None,
         num_blocks: int | None = None,
     ) -> None:
         self.block_size = block_size
@@ -147,6 +147,8 @@ class KVPool:
             return self._wanted_blocks + 1
         per_block = spec.bytes_per_token * self.block_size * self.num_layers
         memory = self._memory if self._memory is not None else self._reservable(spec.device)
+        if isinstance(memory, float):
+            memory = int(free_memory(spec.device) * memory)
         usable = memory // per_block
         if usable < 1:
             raise OutOfBlocksError(

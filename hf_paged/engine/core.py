@@ -52,7 +52,7 @@ class EngineCore:
         self.model, self.config = model, config
         cache = config.cache
         registry.check_name(cache.attention_backend)
-        assert cache.memory is None or isinstance(cache.memory, int)
+        assert not isinstance(cache.memory, str)
         self.runner = ModelRunner(
             model,
             block_size=cache.block_size,

@@ -78,9 +78,11 @@ class Frontend:
         """
         if not isinstance(params, SamplingParams | GenerationConfig):
             raise ConfigError(f"SamplingParams are wanted, not {type(params).__name__}")
-        text, ids = self._tokenize(prompt)
+        text, ids = self._tokenize(prompt, isinstance(params, GenerationConfig) or params.add_special_tokens)
         if isinstance(params, GenerationConfig):
             params = sampling_params_from(params, self.core.model, len(ids))
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
         if params.stop:
             self.need_tokenizer("a stop text")
         name = str(next(self._numbers)) if request_id is None else request_id
@@ -183,7 +185,7 @@ class Frontend:
         if self.tokenizer is None:
             raise ConfigError(f"{what} needs a tokenizer: LLM(model, tokenizer)")
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             given = prompt.get("prompt_token_ids", prompt.get("prompt"))
             if given is None:
@@ -191,7 +193,7 @@ class Frontend:
             prompt = given
         if isinstance(prompt, str):
             self.need_tokenizer("a text prompt")
-            ids = self.tokenizer(prompt)["input_ids"]
+            ids = self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
             if not ids and self.tokenizer.bos_token_id is not None:
                 ids = [self.tokenizer.bos_token_id]
             return prompt, list(ids)

@@ -168,8 +168,8 @@ class Scheduler:
         needed = num_blocks_for(length + (1 if request.max_tokens > 1 else 0), self.manager.block_size)
         if needed > usable:
             raise OutOfBlocksError(
-                f"a prompt of {length} tokens, with what follows, needs {needed} blocks of {self.manager.block_size} tokens, "
-                f"the whole pool has {usable}: give it more memory or num_blocks, or shorten the prompt",
+                f"a prompt of {length} tokens, with what follows, needs {needed} blocks of {self.manager.block_size} "
+                f"tokens, the whole pool has {usable}: give it more memory or num_blocks, or shorten the prompt",
                 needed=needed,
                 available=usable,
             )
@@ -515,17 +515,14 @@ class Scheduler:
             request.namespace,
             request.tokens,
             max_tokens=self._reusable(request),
-            record=request.num_cached < 0,
+            record=False,
         )
         # The match is pinned, so what it holds counts neither as free nor as evictable.
         swapped, found = request.swapped, match.num_tokens
         if swapped is not None:
             found = found - found % size if found < swapped.num_tokens else found
-        expected = self._missing_blocks(request, found)
+        expected = plan.reserved_for(self.running, self._expected_blocks) + self._missing_blocks(request, found)
         expected += self._expected_blocks(request) - num_blocks_for(request.num_tokens, size)
-        for running in self.running:
-            assert running.table is not None
-            expected += max(0, self._expected_blocks(running) - len(running.table.blocks))
         if self.running and expected > manager.num_available_blocks:
             manager.release(match)
             return False
@@ -555,8 +552,10 @@ class Scheduler:
         self._append(request, count, plan)
         del self.waiting[request.request_id]
         if request.num_cached < 0:
+            manager.count_query(request.num_tokens - 1, found)
             request.num_cached, request.scheduled_at = found, time.monotonic()
         self.running.append(request)
+        plan.reserved = None
         plan.add(request, count)
         return True
 
@@ -628,6 +627,14 @@ class _Plan:
         self.transfers: list[Transfer] = []
         self.ended: list[Request] = []
         self.preempted = 0
+        #: blocks kept back for what running requests are expected to need, once somebody asked
+        self.reserved: int | None = None
+
+    def reserved_for(self, running: Iterable[Request], expected: Callable[[Request], int]) -> int:
+        """Blocks that ``running`` are expected to need besides those they have."""
+        if self.reserved is None:
+            self.reserved = sum(max(0, expected(r) - len(r.table.blocks)) for r in running if r.table is not None)
+        return self.reserved
 
     def add(self, request: Request, count: int) -> None:
         assert request.table is not None

@@ -8,6 +8,7 @@ and one log line says why.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from array import array
@@ -19,10 +20,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from hf_paged import compat
 from hf_paged.attention import registry
+from hf_paged.attention.obstacles import Obstacle
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
 from hf_paged.engine.stepper import Event, Stepper
 from hf_paged.errors import InternalError, OutOfBlocksError, UnsupportedError
+from hf_paged.generation.paged_cache import PagedCache
 from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.view import is_compiled
@@ -126,12 +129,28 @@ def run(
     return _assembled(input_ids, list(generated.values()), call.pad_token)
 
 
+def _try_stock_loop(call: Call, runner: ModelRunner) -> None:
+    """One forward over a PagedCache, so that calls for the stock loop find out here whether the model's attention reads
+    blocks. Once it is compiled, they could not."""
+    if is_compiled(call.model):
+        return
+    assert call.config is not None
+    config = dataclasses.replace(call.config, memory=None, num_blocks=2, block_size=16, prefix_memory=None)
+    cache = PagedCache(call.model.config, cache_config=dataclasses.replace(config, engine=None))
+    ids = torch.tensor([[3 % runner.vocab_size] * 8], device=runner.device)
+    with torch.no_grad():
+        call.model(input_ids=ids, use_cache=True, **{compat.CACHE_KWARG: cache})
+
+
 def _step(call: Call, stepper: Stepper) -> list[Event]:
     try:
         return stepper.step()
     except InternalError as error:  # its attention is not what it was when it was tried out
         assert call.kv is not None
+        assert call.cache is not None
         call.kv.no_engine = str(error)
+        for layer in call.cache.paged_layers:
+            call.cache.profile.record(layer.layer_idx, Obstacle("its attention was once not called"))
         raise
 
 
@@ -216,6 +235,7 @@ def _runner(call: Call) -> ModelRunner:
                     pool=shared.pool,
                     join=shared.join,
                 )
+                _try_stock_loop(call, known)
             except OutOfBlocksError:
                 raise
             except Exception as error:  # whatever a model raises when it is tried out means the same: not this way

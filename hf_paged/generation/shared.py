@@ -35,7 +35,7 @@ class SharedKV:
         choose: Callable[[LayerSpec, int], AttentionBackend] = functools.partial(
             registry.select, name=config.attention_backend
         )
-        assert config.memory is None or isinstance(config.memory, int)  # CacheConfig parsed it
+        assert not isinstance(config.memory, str)  # CacheConfig parsed it
         self.pool = KVPool(config.block_size, num_layers, choose, memory=config.memory, num_blocks=config.num_blocks)
 
     def join(self, layer_idx: int, spec: LayerSpec) -> tuple[LayerKV, AttentionBackend] | None:

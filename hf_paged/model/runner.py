@@ -113,7 +113,7 @@ class ModelRunner:
         model: torch.nn.Module,
         *,
         block_size: int = 16,
-        memory: int | None = None,
+        memory: int | float | None = None,
         num_blocks: int | None = None,
         attention_backend: str = registry.AUTO,
         pool: KVPool | None = None,

@@ -61,12 +61,12 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(
         module._compiled_call_impl is not None
         or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        or isinstance(module, torch._dynamo.OptimizedModule)
+        or "_orig_mod" in module._modules
         for module in model.modules()
     )
 
 
-def static_rope_length(model: torch.nn.Module) -> int | None:
+def static_rope_length(model: Any) -> int | None:
     """Tokens up to which rotary embeddings do not depend on how long the longest sequence of a forward is; None where
     they never do. Beyond, sequences in one forward would change each other."""
     lengths = []
@@ -78,7 +78,7 @@ def static_rope_length(model: torch.nn.Module) -> int | None:
             parameters = given.values() if isinstance(kinds, dict) else (given,)
             lengths += [p["original_max_position_embeddings"] for p in parameters if p.get("rope_type") == "longrope"]
         if "dynamic" in listed:
-            lengths.append(int(getattr(config, "max_position_embeddings")))
+            lengths.append(int(config.max_position_embeddings))
     return min(lengths, default=None)
 
 

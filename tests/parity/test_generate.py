@@ -5,6 +5,7 @@ Gathered: bit for bit, scores included. Native kernels: the same tokens and scor
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def both(name: str, mode: str, backend: str, block_size: int) -> tuple[modes.Out
             return None
         raise
     assert (name, mode) not in STOCK_RAISES, "stock no longer raises; the table is out of date"
-    config = {"attention_backend": backend, "block_size": block_size}
+    config = {"attention_backend": backend, "block_size": block_size, "engine": False}
     if backend != "gather":
         # the first paged forward of a kind of model probes it; only later ones run on kernels
         model.generate(**modes.prompt(rows=1), max_new_tokens=2, cache_implementation="paged", cache_config=config)
@@ -109,10 +110,42 @@ def test_native_gives_the_same_tokens(name: str, mode: str, block_size: int) -> 
             assert torch.equal(got, want), path
 
 
+#: what returns tokens alone, so that the engine may run it
+ENGINE_MODES = ("greedy", "padded", "exact_blocks", "ragged_ends")
+#: architectures whose attention reads blocks and that keep nothing else
+PACKED = tuple(name for name in zoo.NATIVE if name not in (*zoo.RECURRENT, *zoo.ENCODER_DECODER))
+
+
+@pytest.mark.parametrize("mode", ENGINE_MODES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.versions] if n in SMOKE_NAMES else []) for n in zoo.ALL]
+)
+def test_default_settings_give_the_same_tokens(name: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = zoo.build(name)
+    generation.clear(model)
+    plain = {"return_dict_in_generate": False, "output_scores": False}
+    call = modes.MODES[mode](name)
+    want = model.generate(**call.inputs, **{"max_new_tokens": modes.NEW_TOKENS, **call.options, **plain})
+    with caplog.at_level(logging.INFO, "hf_paged"):
+        for _ in range(2):  # the second time from what the first one stored
+            got = model.generate(
+                **call.inputs, **{"max_new_tokens": modes.NEW_TOKENS, **call.options, **plain},
+                cache_implementation="paged",
+            )  # fmt: skip
+            assert torch.equal(got, want)
+    ran = [record.message for record in caplog.records if "ran on the engine" in record.message]
+    assert len(ran) == (2 if name in PACKED else 0)
+    generation.check_invariants(model)
+
+
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_the_expected_layers_are_native(name: str) -> None:
     model = zoo.build(name)
-    model.generate(**modes.prompt(rows=1), max_new_tokens=2, cache_implementation="paged")
+    options = {"max_new_tokens": 2, "cache_implementation": "paged"}
+    model.generate(**modes.prompt(rows=1), **options, cache_config={"engine": False})
     stats = generation.cache_stats(model)
     assert bool(stats.native) == (name in zoo.NATIVE), stats
     assert bool(stats.gathered) == (name in zoo.GATHERED), stats
+    model.generate(**modes.prompt(rows=1), **options)
+    assert generation.cache_stats(model).native == stats.native
+    assert generation.cache_stats(model).gathered.keys() == stats.gathered.keys()

@@ -51,10 +51,12 @@ def test_twenty_prompts_give_the_same_64_tokens(model: Any) -> None:
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
     want = lm.generate(**inputs, **options)
-    lm.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=2, cache_implementation="paged")  # probe
+    on_engine = lm.generate(**inputs, **options, cache_implementation="paged")
+    assert torch.equal(on_engine, want)
+    generation.clear(lm)
     profile = profile_of(lm.config)
     before = profile.native_calls
-    got = lm.generate(**inputs, **options, cache_implementation="paged")
+    got = lm.generate(**inputs, **options, cache_implementation="paged", cache_config={"engine": False})
     assert profile.native_calls - before == 64 * lm.config.num_hidden_layers
     assert len(hf_paged.cache_stats(lm).native) == lm.config.num_hidden_layers
     assert torch.equal(got, want)

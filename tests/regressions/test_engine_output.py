@@ -331,3 +331,19 @@ def test_a_text_is_tokenized_as_its_tokenizer_does_by_default_offline_and_online
             return await asyncio.gather(*(last(llm, text, greedy(3)) for text in written))
 
     assert [o.prompt_token_ids for o in run(work())] == [o.prompt_token_ids for o in offline]
+    bare = LLM(model, tokenizer, **ROOMY).generate(["<s>abc"], greedy(3, add_special_tokens=False))[0]
+    assert bare.prompt_token_ids == tokenizer("<s>abc", add_special_tokens=False)["input_ids"]
+    assert bare.prompt_token_ids != offline[1].prompt_token_ids
+
+
+def test_a_prompt_can_be_cut_to_its_end() -> None:
+    """Case 24: an over-long prompt is an error, unless its request says how much of its end to keep."""
+    model, tokens = zoo.build("llama"), list(range(3, 43))
+    llm = LLM(model, **ROOMY, max_model_len=20)
+    with pytest.raises(hf_paged.InvalidRequestError, match=r"40 tokens.*max_model_len=20"):
+        llm.generate([tokens], greedy(3))
+    kept = llm.generate([tokens], greedy(3, truncate_prompt_tokens=7))[0]
+    assert kept.prompt_token_ids == tokens[-7:]
+    assert kept.outputs[0].token_ids == alone(model, tokens[-7:], max_new_tokens=3)
+    with pytest.raises(hf_paged.ConfigError, match="truncate_prompt_tokens=0"):
+        greedy(3, truncate_prompt_tokens=0)

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_paged.attention.backends.torch_reference import TorchReferenceBackend
 from hf_paged.cache import pool
+from hf_paged.config import CacheConfig
+from hf_paged.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -56,3 +59,15 @@ def test_free_memory_is_the_smaller_of_machine_and_container(monkeypatch: pytest
     assert pool.free_memory(torch.device("cpu")) == 7
     monkeypatch.setattr(pool, "_cgroup_memory", lambda: None)
     assert pool.free_memory(torch.device("cpu")) == 10
+
+
+def test_memory_may_be_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "free_memory", lambda device: 1 << 20)
+    spec = pool.LayerSpec(2, 8, 8, torch.float32, torch.device("cpu"))
+    share = CacheConfig(memory="25%").memory
+    assert share == 0.25 and CacheConfig(memory=0.25).memory == 0.25
+    made = pool.KVPool(16, 1, lambda spec, block_size: TorchReferenceBackend(), memory=share)
+    assert made.size_for(spec) == (1 << 18) // (spec.bytes_per_token * 16) + 1
+    for bad in ("0%", "96%", "x%", 0.0, 1.5, -0.1):
+        with pytest.raises(ConfigError, match="share"):
+            CacheConfig(memory=bad)
