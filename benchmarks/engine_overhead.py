@@ -16,7 +16,7 @@ from array import array
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
-from hf_paged.model.runner import pack
+from hf_paged.model.runner import flat_ids, pack
 
 PROMPT, BLOCK = 128, 16
 
@@ -38,6 +38,7 @@ def decode(sequences: int, steps: int) -> dict[str, float]:
         plan = scheduler.schedule()
         marks.append(time.perf_counter())
         pack(plan.chunks, BLOCK)
+        flat_ids(plan.chunks)
         marks.append(time.perf_counter())
         scheduler.update(plan, {c.request.request_id: 100 + step for c in plan.chunks})
         marks.append(time.perf_counter())

@@ -31,9 +31,9 @@ _SHARED_WORTH_WAITING = 32
 _CLIP_NEW_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # frozen would cost more than a microsecond for each, at every step
 class Chunk:
-    """The part of a request that runs in one step: positions ``start : start + count``.
+    """The part of a request that runs in one step: positions ``start : start + count``. Nobody changes it.
 
     ``blocks`` are its physical blocks, logical index 0 first, enough for ``start + count`` tokens. With ``samples`` the
     last position's logits give the next token, and the first of each request in ``also``, which go on from a copy of
@@ -392,8 +392,10 @@ class Scheduler:
     def _continue_running(self, plan: _Plan) -> None:
         # Those that miss one token first: a long prompt must not keep the others from their next token.
         for request in sorted(self.running, key=lambda r: r.num_missing > 1):
-            if request.status is not Status.RUNNING or request.stalled or self._ends_with_pending(request):
-                continue  # gave way to one before it, or needs no other step
+            if request.status is not Status.RUNNING or request.stalled:
+                continue  # gave way to one before it, or waits for its other beams
+            if request.num_pending and self._ends_with_pending(request):
+                continue
             count = self._count(request, plan.budget)
             if count and not self._give_room(request, count, plan):
                 continue
@@ -402,8 +404,6 @@ class Scheduler:
 
     def _ends_with_pending(self, request: Request) -> bool:
         """Whether the token being sampled is its last whatever it is, or all that can be done for now."""
-        if not request.num_pending:
-            return False
         if request.lockstep:
             return True
         longest = len(request.prompt) + request.max_tokens
@@ -412,9 +412,10 @@ class Scheduler:
         return request.num_tokens + request.num_pending >= longest
 
     def _count(self, request: Request, budget: int) -> int:
-        if self.whole_prompts and request.num_missing > 1:
-            return request.num_missing if budget > 0 else 0
-        return min(request.num_missing, budget)
+        missing = request.num_missing
+        if self.whole_prompts and missing > 1:
+            return missing if budget > 0 else 0
+        return min(missing, budget)
 
     def _give_room(self, request: Request, count: int, plan: _Plan) -> bool:
         """Blocks for ``count`` more tokens of a running request, taken from others if need be. False: it gave way."""
@@ -639,16 +640,16 @@ class _Plan:
     def add(self, request: Request, count: int) -> None:
         assert request.table is not None
         self.budget -= count
+        start = request.num_computed + request.num_in_flight
         samples = count == request.num_missing and request.max_tokens > 0
-        unscored = len(request.prompt) - 1 - max(request.num_scored, request.num_planned)
         self.chunks[request.request_id] = Chunk(
             request,
-            request.num_planned,
+            start,
             count,
             tuple(request.table.blocks),
             samples,
             tuple(request.siblings) if samples and request.siblings else (),
-            request.scores_prompt and unscored > 0,
+            request.scores_prompt and max(request.num_scored, start) < len(request.prompt) - 1,
             request.residency,
         )
 

@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -238,7 +239,7 @@ class ModelRunner:
         self, cache: EngineCache, work: Sequence[Work], step: Step, positions: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
         cache.step, cache.past = step, 0
-        ids = torch.from_numpy(np.concatenate([np.asarray(part.token_ids, dtype=np.int64) for part in work]))
+        ids = flat_ids(work)
         device = self.device
         inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
         if self._takes_logits_to_keep and len(wanted):
@@ -389,6 +390,14 @@ def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, tor
     wanted = np.array([part.num_logits for part in work])
     first = np.repeat(ends - np.cumsum(wanted), wanted)  # the k-th of all wanted is at first + k
     return step, torch.from_numpy(positions.astype(np.int64)), torch.from_numpy(first + np.arange(len(first)))
+
+
+def flat_ids(work: Sequence[Work]) -> torch.Tensor:
+    """The token ids of all parts, one after the other, int64."""
+    flat = array("q")
+    for part in work:
+        flat.extend(part.token_ids)
+    return torch.from_numpy(np.frombuffer(flat, dtype=np.int64))
 
 
 def _exact(model: torch.nn.Module) -> bool:
