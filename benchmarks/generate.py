@@ -59,12 +59,49 @@ def compare(
         runs = [(a, {}), (b, paged)]
         for out, options in runs if i % 2 == 0 else reversed(runs):
             out.append(seconds(model, inputs, new_tokens, **options))
-    ratios = [x / y for x, y in zip(a, b, strict=True)]
+    report(name, a, b)
+
+
+def report(name: str, stock: list[float], paged: list[float]) -> None:
+    """One line: seconds of neighbouring runs, and the median of their ratios."""
+    ratios = [x / y for x, y in zip(stock, paged, strict=True)]
     print(
-        f"  {name:42s} stock {statistics.median(a):7.3f} s   paged {statistics.median(b):7.3f} s   "
+        f"  {name:42s} stock {statistics.median(stock):7.3f} s   paged {statistics.median(paged):7.3f} s   "
         f"ratio {statistics.median(ratios):5.2f}  ({min(ratios):.2f} .. {max(ratios):.2f})",
         flush=True,
     )
+
+
+def ragged_ends(model: Any, lengths: list[int], new_tokens: int, repeats: int) -> None:
+    """Rows that end at different lengths, as a list of end tokens makes them; also with a quarter of the blocks."""
+    inputs = prompts(lengths, model.config.vocab_size, seed=7)
+    width = inputs["input_ids"].shape[1]
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    free = model.generate(**inputs, **options, eos_token_id=None)[:, width:]
+    chosen = {int(free[row, (row * 5 + 3) % new_tokens]) for row in range(0, len(lengths), 2)}
+    options["eos_token_id"] = sorted(chosen)
+    ends = [next((i + 1 for i, t in enumerate(row) if t in chosen), new_tokens) for row in free.tolist()]
+    want = model.generate(**inputs, **options)
+    demand = sum(-(-(length + end) // 16) for length, end in zip(lengths, ends, strict=True))
+    for name, config in (
+        ("rows that end at different lengths", {}),
+        (
+            "the same, pool for a quarter of them",
+            {"num_blocks": max(demand // 4, -(-(max(lengths) + new_tokens) // 16))},
+        ),
+    ):
+        paged = {"cache_implementation": "paged", "cache_config": {"prefix_caching": False, **config}}
+        same = torch.equal(model.generate(**inputs, **options, **paged), want)
+        a, b = [], []
+        for i in range(repeats):
+            runs = [(a, {}), (b, paged)]
+            for out, extra in runs if i % 2 == 0 else reversed(runs):
+                start = time.perf_counter()
+                model.generate(**inputs, **options, **extra)
+                out.append(time.perf_counter() - start)
+        report(name, a, b)
+        mean = sum(ends) / len(ends)
+        print(f"    {'identical' if same else 'NOT identical'}; new tokens {min(ends)} .. {max(ends)}, mean {mean:.0f}")
 
 
 def main() -> None:
@@ -81,6 +118,7 @@ def main() -> None:
     for dtype in args.dtype:
         model, _ = load("demo", dtype=getattr(torch, dtype))
         print(f"{dtype}:")
+        ragged_ends(model, [16 + (i * 83) % 497 for i in range(len(lengths))], new_tokens, repeats)
         for batch in (lengths, [224]):
             name = f"batch {len(batch)} ragged" if len(batch) > 1 else "batch 1, prompt 224"
             compare(model, f"{name}, {new_tokens} new tokens", batch, new_tokens, repeats)
