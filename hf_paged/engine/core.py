@@ -72,7 +72,7 @@ class EngineCore:
             host_blocks=host_blocks,
         )
         speed = _BYTES_PER_SECOND["cpu" if on_cpu else "cuda"]
-        cost = SwapCost(bytes_per_block // cache.block_size, speed)
+        self.cost = SwapCost(bytes_per_block // cache.block_size, speed)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=config.max_num_seqs,
@@ -81,11 +81,11 @@ class EngineCore:
             policy=config.policy,
             whole_prompts=self.runner.recurrent,
             preemption=config.preemption,
-            swap_pays=cost.pays,
+            swap_pays=self.cost.pays,
         )
         self.samplers: dict[str, SamplerState | Beam] = {}
         overlap = not on_cpu if config.overlap is None else config.overlap
-        self._stepper = Stepper(self.scheduler, self.runner, self.samplers, overlap=overlap, cost=cost)
+        self._stepper = Stepper(self.scheduler, self.runner, self.samplers, overlap=overlap, cost=self.cost)
         self._watch = WeightsWatch()
         self._namespace: Namespace | None = None
         self._unshared = 0

@@ -222,8 +222,10 @@ class Scheduler:
             request.namespace = (*namespace, *request.namespace[replaced:])
 
     def stateful_ids(self) -> set[str]:
-        """Ids of requests that have begun and not lost what they computed."""
-        return {r.request_id for r in self.running} | {n for n, r in self.waiting.items() if r.swapped is not None}
+        """Ids of requests that have begun and not lost what they computed, or begin with a step under way."""
+        begun = {r.request_id for r in self.running} | {n for n, r in self.waiting.items() if r.swapped is not None}
+        chunks = (chunk for output in self._under_way.values() for chunk in output.chunks)
+        return begun | {request.request_id for chunk in chunks for request in chunk.also}
 
     @property
     def has_work(self) -> bool:
@@ -642,13 +644,15 @@ class _Plan:
         self.budget -= count
         start = request.num_computed + request.num_in_flight
         samples = count == request.num_missing and request.max_tokens > 0
+        # while its first token is pending, its siblings are as good as on their way
+        forks = samples and bool(request.siblings) and not request.num_pending
         self.chunks[request.request_id] = Chunk(
             request,
             start,
             count,
             tuple(request.table.blocks),
             samples,
-            tuple(request.siblings) if samples and request.siblings else (),
+            tuple(request.siblings) if forks else (),
             request.scores_prompt and max(request.num_scored, start) < len(request.prompt) - 1,
             request.residency,
         )

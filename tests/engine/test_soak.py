@@ -58,7 +58,6 @@ def test_a_soak_without_steps_that_overlap_passes(tiny: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.slow
 def test_a_soak_of_a_real_model_passes() -> None:
     done = run("--requests", 120, "--clients", 60, "--seconds", 270, "--rss-limit", 32)
     assert done.returncode == 0, done.stdout + done.stderr
