@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_paged import compat
 from hf_paged.attention import registry
 from hf_paged.attention.obstacles import Obstacle
+from hf_paged.engine.beams import Beam
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
 from hf_paged.engine.stepper import Event, Stepper
@@ -54,79 +55,107 @@ def run(
 
     Raises what a row of its own would: OutOfBlocksError for one that cannot fit even alone, a processor's error.
     """
-    assert call.cache is not None
     assert call.config is not None
-    forced = call.config.engine
-    if forced is False:
+    if call.config.engine is False:
         return None
     runtime = runtime_signature(call.model)
-    why = None
     if runtime is None:
-        why = "the model is in training mode, or has hooks or methods that may treat rows differently"
-    why = why or _obstacle(call, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-    rows: list[list[int]] = []
-    if why is None:
-        found = _rows(call, input_ids, model_kwargs)
-        rows, why = ([], found) if isinstance(found, str) else (found, None)
-    if why is None and not forced:
+        found: tuple[ModelRunner, list[list[int]]] | str = (
+            "the model is in training mode, or has hooks or methods that may treat rows differently"
+        )
+    else:
+        why = _obstacle(call, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        found = why or _runner_and_rows(call, input_ids, logits_processor, generation_config, model_kwargs)
+    if isinstance(found, str):
+        logger.info("paged: this call runs in the stock loop, not on the engine: %s", found)
+        return None
+    runner, rows = found
+    generated = _generate(call, runner, rows, input_ids, generation_config, runtime)
+    logger.info("paged: %d rows ran on the engine", len(rows))
+    return _assembled(input_ids, generated, call.pad_token)
+
+
+def _runner_and_rows(
+    call: Call, input_ids: torch.Tensor, logits_processor: Any, generation_config: Any, model_kwargs: dict[str, Any]
+) -> tuple[ModelRunner, list[list[int]]] | str:
+    """What runs the model, and the rows' tokens without padding; or why there is no such thing for this call."""
+    assert call.config is not None
+    rows = _rows(call, input_ids, model_kwargs)
+    if isinstance(rows, str):
+        return rows
+    if generation_config.max_length <= input_ids.shape[1]:
+        return "max_length leaves no room for a token"
+    if not call.config.engine:
         padded = any(len(row) < input_ids.shape[1] for row in rows)
         why = _uncertain(call, logits_processor, generation_config, padded)
-    runner = None
-    if why is None:
-        try:
-            runner = _runner(call)
-            if not runner.packed and not forced:
-                why = "the model's own attention runs, to stock's last bit"
-        except UnsupportedError as error:
-            why = str(error)
-    if why is not None or runner is None:
-        logger.info("paged: this call runs in the stock loop, not on the engine: %s", why)
-        return None
+        if why is not None:
+            return why
+    try:
+        runner = _runner(call)
+    except UnsupportedError as error:
+        return str(error)
+    if not runner.packed and not call.config.engine:
+        return "the model's own attention runs, to stock's last bit"
+    return runner, rows
+
+
+def _generate(
+    call: Call,
+    runner: ModelRunner,
+    rows: list[list[int]],
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    runtime: tuple[Any, ...] | None,
+) -> list[list[int]]:
+    """The tokens generated for each row."""
+    assert call.cache is not None
+    assert call.config is not None
     manager = call.cache.state.shared.manager
     assert manager is not None
     private = None
     namespace = prompt_namespace(call, runtime) if call.config.prefix_caching else None
     if namespace is None:
         namespace = private = (("private", next(_private)),)
-    generated: dict[str, list[int]] = {}
-    scheduler = Scheduler(manager, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS)
+    sampling = bool(generation_config.do_sample)
     new_tokens = generation_config.max_length - input_ids.shape[1]
     eos = compat.eos_tokens(generation_config)
-    seed = int(torch.randint(1 << 62, (1,))) if generation_config.do_sample else 0
-    params = SamplingParams(temperature=1.0 if generation_config.do_sample else 0.0, max_tokens=max(new_tokens, 1))
+    seed = int(torch.randint(1 << 62, (1,))) if sampling else 0
+    params = SamplingParams(temperature=1.0 if sampling else 0.0, max_tokens=new_tokens)
+    scheduler = Scheduler(manager, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS)
     requests: list[Request] = []
-    states: dict[str, SamplerState] = {}
+    states: dict[str, SamplerState | Beam] = {}
     stepper = Stepper(scheduler, runner, states, shared=True)
-    hits = 0
     try:
         for i, row in enumerate(rows):
             request = Request(str(i), array("q", row), new_tokens, stop_token_ids=eos, namespace=namespace)
             scheduler.add(request)
             requests.append(request)
-            states[request.request_id] = SamplerState(
-                params, compat.processors_of_row(call.model, generation_config, input_ids, row), seed, i
-            )
+            processors = compat.processors_of_row(call.model, generation_config, input_ids, row)
+            states[request.request_id] = SamplerState(params, processors, seed, i)
         while scheduler.has_work:
             for event in _step(call, stepper):
                 if event.request.error is not None:
                     raise event.request.error
-        for request in requests:
-            generated[request.request_id] = list(request.tokens[len(request.prompt) :])
-            hits += max(request.num_cached, 0)
     finally:
         for request in requests:
             scheduler.abort(request.request_id)
         if private is not None:
             manager.drop(private)
-    assert call.kv is not None
-    with call.kv.lock:
-        call.kv.prompt_tokens += sum(map(len, rows))
-        call.kv.hit_tokens += hits
-        call.kv.paged_layers = sorted(runner.pool.layers)
-        reason = None if runner.packed else "its own attention runs on gathered keys"
-        call.kv.obstacles = dict.fromkeys(call.kv.paged_layers, reason)
-    logger.info("paged: %d rows ran on the engine", len(rows))
-    return _assembled(input_ids, list(generated.values()), call.pad_token)
+    _count(call, runner, requests)
+    return [list(request.tokens[len(request.prompt) :]) for request in requests]
+
+
+def _count(call: Call, runner: ModelRunner, requests: list[Request]) -> None:
+    """For ``cache_stats()``."""
+    kv = call.kv
+    assert kv is not None
+    with kv.lock:
+        kv.prompt_tokens += sum(len(request.prompt) for request in requests)
+        kv.hit_tokens += sum(max(request.num_cached, 0) for request in requests)
+        kv.paged_layers = sorted(runner.pool.layers)
+        kv.obstacles = dict.fromkeys(
+            kv.paged_layers, None if runner.packed else "its own attention runs on gathered keys"
+        )
 
 
 def _try_stock_loop(call: Call, runner: ModelRunner) -> None:
@@ -135,8 +164,8 @@ def _try_stock_loop(call: Call, runner: ModelRunner) -> None:
     if is_compiled(call.model):
         return
     assert call.config is not None
-    config = dataclasses.replace(call.config, memory=None, num_blocks=2, block_size=16, prefix_memory=None)
-    cache = PagedCache(call.model.config, cache_config=dataclasses.replace(config, engine=None))
+    config = dataclasses.replace(call.config, memory=None, num_blocks=2, block_size=16, prefix_memory=None, engine=None)
+    cache = PagedCache(call.model.config, cache_config=config)
     ids = torch.tensor([[3 % runner.vocab_size] * 8], device=runner.device)
     with torch.no_grad():
         call.model(input_ids=ids, use_cache=True, **{compat.CACHE_KWARG: cache})
