@@ -242,10 +242,12 @@ _ANY: Any = GenerationMixin
 
 
 class BeamRules:
-    """The functions that ``generate()``'s beam search is made of; the same from 5.17 to 5.24."""
+    """The functions that ``generate()``'s beam search is made of."""
 
     @staticmethod
     def top_continuations(**arguments: Any) -> Any:
+        if "vocab_size" in inspect.signature(_ANY._get_top_k_continuations).parameters:  # before 5.24
+            arguments["vocab_size"] = arguments["accumulated_log_probs"].shape[-1] // arguments["num_beams"]
         return _ANY._get_top_k_continuations(_ANY, **arguments)
 
     @staticmethod

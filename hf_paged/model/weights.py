@@ -135,7 +135,7 @@ def runtime_signature(model: torch.nn.Module) -> tuple[Any, ...] | None:
             return None
         attributes = []
         for key, value in own.items():
-            if key in _MODULE_INTERNALS or key == "forward":  # which was looked at above
+            if key in _NOT_SETTINGS:
                 continue
             if isinstance(value, torch.ScriptObject):
                 return None
@@ -184,7 +184,8 @@ def _attribute(value: Any, depth: int = 0) -> Any:
     return (type(value).__name__, *items)
 
 
-_MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)  # "training" among them
+#: "training" is among a module's own; "forward" is looked at by itself; the last one is put there by generate_batch()
+_NOT_SETTINGS = frozenset({*torch.nn.Module().__dict__, "forward", compat.CACHED_MANAGER})
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
