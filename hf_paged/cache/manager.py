@@ -75,7 +75,13 @@ class KVCacheManager:
     # -- prefixes ----------------------------------------------------------------------------------------------------
 
     def match_prefix(
-        self, namespace: Namespace, tokens: Sequence[int], *, max_tokens: int | None = None, record: bool = True
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        record: bool = True,
+        touch: bool = True,
     ) -> PrefixMatch:
         """Find and pin the longest stored prefix of ``tokens``.
 
@@ -85,6 +91,7 @@ class KVCacheManager:
             max_tokens: cap on the length. Callers that run a model pass ``len(tokens) - 1``: the last token must be
                 computed, or there are no logits.
             record: count the query in ``stats()``; pass False when only probing.
+            touch: count what is found as used now, so that it stays longer.
         """
         check_namespace(namespace)
         if max_tokens is not None and max_tokens < 0:
@@ -92,7 +99,7 @@ class KVCacheManager:
         key = as_token_array(tokens if max_tokens is None else tokens[:max_tokens])
         with self.lock:
             self._reap()
-            num_tokens, blocks, _ = self._tree.match(namespace, key)
+            num_tokens, blocks, _ = self._tree.match(namespace, key, touch)
             self._pool.incref(blocks)
             match = PrefixMatch(num_tokens, tuple(blocks), namespace)
             self._pins[weakref.ref(match, self._dead.append)] = match.blocks

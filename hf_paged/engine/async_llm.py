@@ -86,7 +86,7 @@ class AsyncLLM:
         ends the request. One that goes wrong on its way has ``error`` set. Raises InvalidRequestError or
         OutOfBlocksError for one that can never run, and EngineDeadError, with the cause chained, when the loop ended.
         """
-        params = sampling_params or SamplingParams(temperature=0)
+        params = SamplingParams(temperature=0) if sampling_params is None else sampling_params
         reader = _Reader(asyncio.get_running_loop())
         submission = self._loop.submit(prompt, params, reader.put, request_id=request_id, priority=priority, salt=salt)
         try:

@@ -54,7 +54,12 @@ class BeamGroup:
             return []
         scores = torch.stack([self._offered[i] for i in range(len(self.requests))])
         self._offered.clear()
-        origins = self.search.advance(scores)
+        try:
+            origins = self.search.advance(scores)
+        except Exception as error:  # stopping criteria may be anybody's code: they end their own request
+            for request in alive:
+                scheduler.fail(request, error)
+            return alive
         if origins is not None:
             scheduler.continue_beams(self.requests, origins)
             return []

@@ -28,7 +28,7 @@ from hf_paged.engine.stepper import Event, Stepper
 from hf_paged.errors import InvalidRequestError, UnsupportedError
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.view import static_rope_length
-from hf_paged.model.weights import WeightsWatch, runtime_signature
+from hf_paged.model.weights import OptimizerHook, WeightsWatch, runtime_signature
 from hf_paged.sampling.beams import BeamSearch
 from hf_paged.sampling.processors import Processor, processors_for
 from hf_paged.sampling.sampler import SamplerState
@@ -38,6 +38,10 @@ from hf_paged.sampling_params import SamplingParams
 _MAX_HOST_BYTES = 4 << 30
 #: how fast blocks move between an accelerator and main memory, and within main memory
 _BYTES_PER_SECOND = {"cuda": 12e9, "cpu": 4e9}
+
+
+#: tells the engines that are alive of every optimizer step; fused ones leave no other trace
+_optimizers = OptimizerHook()
 
 
 class EngineCore:
@@ -87,6 +91,8 @@ class EngineCore:
         overlap = not on_cpu if config.overlap is None else config.overlap
         self._stepper = Stepper(self.scheduler, self.runner, self.samplers, overlap=overlap, cost=self.cost)
         self._watch = WeightsWatch()
+        _optimizers.watches.add(self._watch)
+        _optimizers.install()
         self._namespace: Namespace | None = None
         self._unshared = 0
         self._seeds = random.Random(config.seed) if config.seed is not None else None
@@ -208,7 +214,7 @@ class EngineCore:
         try:
             stop_ids = sorted(request.stop_token_ids)
             return processors_for(self.model, params, request.prompt, stop_ids) if request.prompt else []
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise InvalidRequestError(f"an option of the request is refused: {error}") from error
 
     def new_seed(self) -> int:
@@ -282,6 +288,8 @@ class EngineCore:
         found, length = request.num_cached, len(request.prompt)
         if found < 0:
             return "it has not been admitted yet"
+        if request.forked:
+            return "its prompt was computed once, with the request's first completion"
         if not self.manager.prefix_caching:
             recurrent = self.runner.recurrent
             return "the model keeps state that is not in blocks" if recurrent else "prefix_caching is off"
@@ -320,9 +328,9 @@ class EngineCore:
         return found
 
     def weights_changed(self) -> None:
-        """Forget every prefix, whatever the weights look like."""
+        """Forget every prefix, whatever the weights look like; running requests are computed anew."""
         self._watch.changed()
-        self._namespace = None
+        self.look_at_weights()
 
 
 def _scores_prompt(params: SamplingParams) -> bool:

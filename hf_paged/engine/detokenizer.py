@@ -1,6 +1,7 @@
 """Text out of tokens as they come, and stop texts found across their borders.
 
-The incremental decoder is the tokenizers library's DecodeStream, which holds back bytes that are not yet a character.
+A token is decoded behind those whose text came last, as decoders treat the first token specially, and is held back
+while the text ends inside a character.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+#: what decoders make of bytes that are no character, or not yet one
+_BROKEN = "\ufffd"
+#: tokens of the prompt to decode the first token behind
+_WINDOW = 8
 
 
 class Detokenizer:
@@ -16,7 +20,8 @@ class Detokenizer:
 
     Args:
         tokenizer: a fast transformers tokenizer.
-        prompt: the ids before the first token, so that it is decoded as a continuation.
+        prompt: the ids before the first token, so that it is decoded as a continuation. A character that the prompt
+            leaves unfinished is not continued; tokens that would finish it read as they do without the prompt.
         stop: texts that end the output.
         include_stop: whether the text that ended it is part of it.
     """
@@ -26,14 +31,21 @@ class Detokenizer:
     ) -> None:
         self.text = ""
         self._fast, self._stop, self._include = tokenizer._tokenizer, tuple(stop), include_stop
-        self._stream = DecodeStream(list(prompt[-8:]), skip_special_tokens)
+        self._skip = skip_special_tokens
         self._longest = max(map(len, self._stop), default=0)
+        self._context, self._held = list(prompt[-_WINDOW:]), list[int]()
+        while (known := self._decode(self._context)).endswith(_BROKEN):
+            self._context.pop()
+        self._known = known
 
     def push(self, token: int, may_stop: bool = True) -> str | None:
         """Take one token; returns the stop text it completed, if any and if it may. ``text`` then ends there."""
-        piece = self._stream.step(self._fast, token)
-        if not piece:
+        self._held.append(token)
+        piece = self._held_text()
+        if not piece or piece.endswith(_BROKEN):
             return None
+        self._context, self._held = self._held, []
+        self._known = self._decode(self._context)
         searched = max(0, len(self.text) - self._longest + 1)
         self.text += piece
         if not may_stop:
@@ -45,6 +57,11 @@ class Detokenizer:
         self.text = self.text[: end if self._include else start]
         return stop
 
+    def finish(self) -> None:
+        """Append what was held back, an unfinished character as U+FFFD. Only once no token follows; idempotent."""
+        self.text += self._held_text()
+        self._held = []
+
     def settled(self) -> str:
         """The part of the text that no stop text can take back any more."""
         held = 0
@@ -54,3 +71,15 @@ class Detokenizer:
                     held = n
                     break
         return self.text[: len(self.text) - held]
+
+    def _held_text(self) -> str:
+        if not self._held:
+            return ""
+        whole = self._decode(self._context + self._held)
+        if whole.startswith(self._known):
+            return whole[len(self._known) :]
+        return self._decode(self._held)  # a decoder of bytes gives up a whole run of them for one that is wrong
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._fast.decode(ids, self._skip)
+        return text

@@ -52,6 +52,25 @@ class Group:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
 
+def _check_names(priority: Any, salt: Any, request_id: Any) -> None:
+    """What callers may pass on from their own clients, and what would only fail much later."""
+    if not isinstance(priority, int | float) or priority != priority:  # NaN is not in any order
+        raise InvalidRequestError(f"priority={priority!r} must be a number; lower is more urgent")
+    for name, value in (("salt", salt), ("request_id", request_id)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequestError(f"{name}={value!r} must be a text or None")
+
+
+def snapshot(output: RequestOutput) -> RequestOutput:
+    """A copy of an output that does not change when more tokens come."""
+    parts = [
+        replace(part, token_ids=list(part.token_ids), logprobs=None if part.logprobs is None else list(part.logprobs))
+        for part in output.outputs
+    ]
+    scores = None if output.prompt_logprobs is None else list(output.prompt_logprobs)
+    return replace(output, outputs=parts, prompt_logprobs=scores, metrics=replace(output.metrics))
+
+
 class Frontend:
     """Requests of one engine.
 
@@ -78,6 +97,7 @@ class Frontend:
         """
         if not isinstance(params, SamplingParams | GenerationConfig):
             raise ConfigError(f"SamplingParams are wanted, not {type(params).__name__}")
+        _check_names(priority, salt, request_id)
         text, ids = self._tokenize(prompt, isinstance(params, GenerationConfig) or params.add_special_tokens)
         if isinstance(params, GenerationConfig):
             params = sampling_params_from(params, self.core.model, len(ids))
@@ -241,7 +261,7 @@ class Frontend:
                 if output.cumulative_logprob is not None:
                     output.cumulative_logprob += sampled.logprobs[sampled.token].logprob
             self._take_text(request, part, sampled.token)
-        if request.finished:
+        if request.finished and event.prompt is None:  # the event of its end is still to come
             self._end(request)
 
     def _take_prompt(self, group: Group, scores: PromptScores) -> None:
@@ -268,9 +288,7 @@ class Frontend:
         if not ended_by_token or not self._is_special(token):
             stop = part.decoder.push(token, may_stop=request.num_output >= request.min_tokens)
             if stop is not None:
-                if not request.finished:
-                    self.core.finish(request, FinishReason.STOP, stop)
-                request.stop_reason, request.finish_reason = stop, FinishReason.STOP
+                self.core.finish(request, FinishReason.STOP, stop)
         part.output.text = part.lead + (part.decoder.text if request.finished else part.decoder.settled())
 
     def _is_special(self, token: int) -> bool:
@@ -322,7 +340,7 @@ class Frontend:
                     if token in request.stop_token_ids and self._is_special(token):
                         continue
                     stop = part.decoder.push(token)
-            full = len(found.tokens) >= group.params.max_tokens
+            full = len(found.tokens) >= beams.search.max_new_tokens
             reason = FinishReason.LENGTH if full and not ended and stop is None else FinishReason.STOP
             output.finish_reason = reason.value
             last = found.tokens[-1] if ended and found.tokens[-1] not in self.core.eos_token_ids else None

@@ -6,12 +6,13 @@ It owns the engine's parts and the model's loading; requests are the frontend's,
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_paged.config import EngineConfig
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.frontend import Frontend, Group, Params, Prompt
+from hf_paged.engine.frontend import Frontend, Group, Params, Prompt, snapshot
 from hf_paged.engine.outputs import Explanation, RequestOutput
 from hf_paged.errors import ConfigError, InvalidRequestError
 from hf_paged.sampling_params import SamplingParams
@@ -27,7 +28,9 @@ class LLM:
         config: an EngineConfig; ``options`` are its fields as keywords.
 
     Each request gets what ``generate()`` gives for its row alone: with greedy search the same tokens in fp32; with
-    sampling the same distribution, reproducible for a seed whatever else is in the batch.
+    sampling the same distribution, reproducible for a seed whatever else is in the batch. Calls from several threads
+    wait for each other; AsyncLLM runs any number at once. Weights may change between calls; while a stream is open, say
+    so with :meth:`weights_changed`.
 
     Raises UnsupportedError for models the engine cannot run, and ConfigError for a bad option.
     """
@@ -50,6 +53,7 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         self.core = EngineCore(model, self.config)
         self.frontend = Frontend(self.core, tokenizer)
+        self._lock = threading.RLock()
 
     # -- calling it ------------------------------------------------------------------------------------------------
 
@@ -58,7 +62,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         salt: str | None = None,
     ) -> list[RequestOutput]:
@@ -76,40 +80,48 @@ class LLM:
         OutOfBlocksError, before anything runs, for one that can never run.
         """
         listed = _listed(prompts)
-        params = _one_for_each("sampling_params", sampling_params or SamplingParams(temperature=0), listed)
+        params = _one_for_each("sampling_params", _or_greedy(sampling_params), listed)
         urgencies = _one_for_each("priority", priority, listed)
         groups: list[Group] = []
-        try:
-            for prompt, own, urgency in zip(listed, params, urgencies, strict=True):
-                groups.append(self.frontend.add(prompt, own, urgency, salt))
-        except Exception:  # whatever it is: none of this call's requests may stay behind
-            for group in groups:
-                self.frontend.drop(group)
-            raise
-        self._run(groups, use_tqdm)
+        with self._lock:
+            try:
+                for prompt, own, urgency in zip(listed, params, urgencies, strict=True):
+                    groups.append(self.frontend.add(prompt, own, urgency, salt))
+            except Exception:  # whatever it is: none of this call's requests may stay behind
+                for group in groups:
+                    self.frontend.drop(group)
+                raise
+            self._run(groups, use_tqdm)
         return [group.output for group in groups]
 
-    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: Params | None = None, *, priority: int = 0, salt: str | None = None
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt and yield what there is after every step that added to it; the last one is finished.
 
         Closing the iterator ends the request. Text that a stop text might still take back is not shown.
         """
-        params = sampling_params or SamplingParams(temperature=0)
-        group = self.frontend.add(prompt, params, 0, None)
+        with self._lock:
+            group = self.frontend.add(prompt, _or_greedy(sampling_params), priority, salt)
         try:
-            while group.open:
-                touched = self.frontend.step()
-                if group in touched:
-                    yield group.output
+            finished = False
+            while not finished:
+                with self._lock:
+                    touched = self.frontend.step() if group.open else [group]
+                    output = snapshot(group.output) if group in touched else None
+                if output is not None:
+                    finished = output.finished
+                    yield output
         finally:
-            self.frontend.drop(group)
+            with self._lock:
+                self.frontend.drop(group)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Complete conversations; ``template_options`` go to the tokenizer's chat template."""
@@ -123,7 +135,8 @@ class LLM:
         self.core.manager.clear()
 
     def weights_changed(self) -> None:
-        """Say that the weights changed in a way that cannot be seen from outside; prefixes are forgotten."""
+        """Say that the weights changed, in a way that cannot be seen from outside or while requests run; prefixes are
+        forgotten, and what runs goes on from its tokens."""
         self.core.weights_changed()
 
     def stats(self) -> dict[str, Any]:
@@ -160,6 +173,10 @@ class LLM:
                 bar.close()
             for group in groups:
                 self.frontend.drop(group)
+
+
+def _or_greedy(params: Any) -> Any:
+    return SamplingParams(temperature=0) if params is None else params
 
 
 def _listed(prompts: Any) -> list[Any]:

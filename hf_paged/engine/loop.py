@@ -7,7 +7,6 @@ transformers' ``generate_batch`` are two faces of it; it knows neither asyncio n
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -18,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hf_paged.engine.frontend import Group, Params, Prompt
+from hf_paged.engine.frontend import Group, Params, Prompt, snapshot
 from hf_paged.engine.llm import LLM
 from hf_paged.engine.outputs import RequestOutput
 from hf_paged.errors import EngineDeadError, InvalidRequestError
@@ -87,6 +86,8 @@ class EngineLoop:
         ``tell`` gets its outputs, the last one finished, or InvalidRequestError and its like for a request that can
         never run, or EngineDeadError when the loop ends first.
         """
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id={request_id!r} must be a text or None")
         name = uuid.uuid4().hex if request_id is None else request_id  # not a number that a caller might use, too
         submission = Submission(name, tell, every_step)
 
@@ -109,6 +110,8 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """End a request; its end is told, with reason "abort". An unknown id, or a loop that ended, is no error."""
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id={request_id!r} must be a text: abort requests one by one")
 
         def end() -> None:
             group = self.llm.frontend.groups.get(request_id)
@@ -270,7 +273,7 @@ class EngineLoop:
             self._submissions.pop(name, None)
             self.llm.frontend.drop(group)
         if submission is not None and (submission.every_step or not group.open):
-            self._tell(submission, _snapshot(group.output))
+            self._tell(submission, snapshot(group.output))
 
     def _tell(self, submission: Submission, item: RequestOutput | BaseException) -> None:
         try:
@@ -290,13 +293,3 @@ class EngineLoop:
 
 def _nobody(_: EngineDeadError) -> None:
     """Nobody waits for a command that ends a request."""
-
-
-def _snapshot(output: RequestOutput) -> RequestOutput:
-    parts = [
-        dataclasses.replace(
-            part, token_ids=list(part.token_ids), logprobs=None if part.logprobs is None else list(part.logprobs)
-        )
-        for part in output.outputs
-    ]
-    return dataclasses.replace(output, outputs=parts, metrics=dataclasses.replace(output.metrics))

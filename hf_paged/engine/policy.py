@@ -128,8 +128,8 @@ class NewTokenRatio:
 class SwapCost:
     """Whether moving a sequence to the host and back takes less time than computing it again.
 
-    Both are estimates: the time a step takes per token is a moving average, dominated by long steps; the time of a
-    transfer follows from its bytes and ``bytes_per_second``.
+    Both are in proportion to its length, and both are estimates: computing by a moving average over steps that were
+    mostly prompts, moving (out and in again) by its bytes and ``bytes_per_second``.
     """
 
     WEIGHT = 0.1
@@ -139,10 +139,10 @@ class SwapCost:
         self._tokens = self._seconds = 0.0
 
     def step_took(self, tokens: int, seconds: float) -> None:
-        """Take the length of one step."""
+        """Take the length of one step that was mostly prompts."""
         self._tokens += self.WEIGHT * (tokens - self._tokens)
         self._seconds += self.WEIGHT * (seconds - self._seconds)
 
-    def pays(self, tokens: int) -> bool:
-        """Whether to swap a sequence of ``tokens`` tokens; both costs are in proportion to them."""
-        return bool(self._tokens) and self.seconds_per_swap * tokens < self._seconds / self._tokens * tokens
+    def pays(self) -> bool:
+        """Whether to swap; False before any prompt was computed."""
+        return bool(self._tokens) and self.seconds_per_swap < self._seconds / self._tokens

@@ -69,6 +69,7 @@ class Request:
         residency: how often it has had blocks; tells a step's result for blocks it gave back from a present one.
         siblings: requests with the same prompt that get a copy of its table once the prompt is computed.
         parent: the request whose sibling it is, until then.
+        forked: it went on from another one's table, and computed no prompt of its own.
         preemptions: each time it had to give its blocks back.
         preempted: ids of requests that gave way to it.
         evicted_blocks: blocks of stored prefixes that gave way to it.
@@ -100,6 +101,7 @@ class Request:
     residency: int = 0
     siblings: list[Request] = field(default_factory=list)
     parent: Request | None = None
+    forked: bool = False
     preemptions: list[Preemption] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     evicted_blocks: int = 0

@@ -27,6 +27,8 @@ from hf_paged.errors import InternalError, InvalidRequestError, OutOfBlocksError
 
 #: a waiting request that shares this much with one being computed in this very step waits for it
 _SHARED_WORTH_WAITING = 32
+#: requests found waiting for a sibling after which a step looks no further
+_MOST_POSTPONED = 32
 #: output tokens beyond this are not reserved for (SGLang's CLIP_MAX_NEW_TOKENS)
 _CLIP_NEW_TOKENS = 4096
 
@@ -111,7 +113,9 @@ class Scheduler:
         policy: "fcfs", "lpm" or "priority".
         whole_prompts: never split a prompt over steps, even past the budget (models that compute it only in one piece).
         preemption: how a request gives way: "recompute" forgets what it has computed, "swap" moves it to the manager's
-            host tier while that has room, "auto" swaps when ``swap_pays`` for its number of tokens.
+            host tier while that has room, "auto" swaps when ``swap_pays()``.
+        others: whether somebody else takes blocks from the manager and will give them back, so that a request that does
+            not fit even alone waits for that.
     """
 
     def __init__(
@@ -124,10 +128,11 @@ class Scheduler:
         policy: str = "fcfs",
         whole_prompts: bool = False,
         preemption: str = "recompute",
-        swap_pays: Callable[[int], bool] = lambda _: True,
+        swap_pays: Callable[[], bool] = lambda: True,
+        others: Callable[[], bool] = lambda: False,
     ) -> None:
         self.manager = manager
-        self.preemption, self._swap_pays = preemption, swap_pays
+        self.preemption, self._swap_pays, self._others = preemption, swap_pays, others
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -206,9 +211,12 @@ class Scheduler:
             self._end(request, FinishReason.ERROR)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request for a reason that only its output shows (a stop string)."""
-        if not request.finished:
-            request.stop_reason = stop_reason
+        """End a request for a reason that only its output shows (a stop string). That reason also takes the place of
+        one that its last token gave."""
+        request.stop_reason = stop_reason
+        if request.finished:
+            request.finish_reason = reason
+        else:
             self._end(request, reason)
 
     def recompute_all(self, replaced: int, namespace: Namespace) -> None:
@@ -350,6 +358,7 @@ class Scheduler:
             sibling.num_computed = chunk.start + chunk.count
             self.manager.truncate(sibling.table, sibling.num_computed)
             sibling.num_cached, sibling.scheduled_at = parent.num_cached, parent.scheduled_at
+            sibling.forked = True
             self.running.append(sibling)
             forked.append(sibling)
         return forked
@@ -430,6 +439,9 @@ class Scheduler:
                 if len(self.running) == 1:
                     if request.num_pending:
                         return False  # the token under way may be its last, and then it needs no block
+                    if self._others():
+                        self._preempt(request, plan, request)
+                        return False
                     request.error = error
                     self._end(request, FinishReason.ERROR)
                     plan.ended.append(request)
@@ -471,7 +483,7 @@ class Scheduler:
         tokens = request.num_planned
         if self.preemption == "recompute" or not tokens or not self.manager.can_swap_out(tokens):
             return False
-        return self.preemption == "swap" or self._swap_pays(tokens)
+        return self.preemption == "swap" or self._swap_pays()
 
     def _requeue(self, request: Request) -> None:
         """From the running list back to the queue."""
@@ -485,17 +497,21 @@ class Scheduler:
         if not self.waiting or plan.budget <= 0 or len(self.running) >= self.max_num_seqs:
             return
         waiting = [request for request in self.waiting.values() if not request.stalled]
+        postponed = 0
         for request in self.policy.order(waiting, self.step, self._matched):
             if plan.budget <= 0 or len(self.running) >= self.max_num_seqs:
                 return
             if self._waits_for_a_sibling(request, plan):
+                postponed += 1
+                if postponed == _MOST_POSTPONED:
+                    return  # looking at more would cost more than it brings
                 continue
             if not self._admit(request, plan) and (self.policy.name == "fcfs" or is_overdue(request, self.step)):
                 return  # nobody passes it
 
     def _matched(self, request: Request) -> int:
         match = self.manager.match_prefix(
-            request.namespace, request.tokens, max_tokens=request.num_tokens - 1, record=False
+            request.namespace, request.tokens, max_tokens=request.num_tokens - 1, record=False, touch=False
         )
         self.manager.release(match)
         return match.num_tokens
@@ -531,18 +547,21 @@ class Scheduler:
             return False
         if not self.running and self._missing_blocks(request, found) > manager.num_available_blocks:
             found -= found % size  # without the copy of a block shared in part, it may fit after all
-        for sibling in list(request.siblings):
+        apart = []
+        for sibling in request.siblings:
             more = self._expected_blocks(sibling) - len(request.prompt) // size
             if expected + more > manager.num_available_blocks:
-                self._detach(sibling)  # it will wait for room of its own
+                apart.append(sibling)
             else:
                 expected += more
         table = manager.adopt(match, found)
         if not manager.can_append([table], [request.num_tokens - found]):
             manager.free(table)
-            if not self.running:  # nothing will ever free more
+            if not self.running and not self._others():  # nothing will ever free more
                 self._cannot_fit(request, plan)
             return False
+        for sibling in apart:
+            self._detach(sibling)  # it will wait for room of its own
         request.num_computed = found
         if swapped is not None:
             if found < swapped.num_tokens:

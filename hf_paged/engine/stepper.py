@@ -172,7 +172,7 @@ class Stepper:
     def _execute(self, step: _Step) -> _Results:
         start = time.perf_counter()
         logits = self.runner.run(step.prepared)
-        if self._cost is not None:
+        if self._cost is not None and step.plan.num_tokens > 2 * len(step.plan.chunks):
             self._cost.step_took(step.plan.num_tokens, time.perf_counter() - start)
         results = _Results()
         with torch.no_grad():

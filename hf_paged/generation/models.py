@@ -76,6 +76,8 @@ class ModelKV:
         self._stock_masks: bool | None = None
         #: the engine's way into the model, once a call asked for it
         self.runner: ModelRunner | None = None
+        #: calls that run on the engine now
+        self.on_engine = 0
         #: why the engine cannot run the model, once that is known
         self.no_engine: str | None = None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import time
 from array import array
 from typing import Any
 
@@ -38,6 +39,8 @@ logger = logging.getLogger("hf_paged")
 
 #: tokens that run in one step, and rows
 _MAX_BATCHED_TOKENS, _MAX_SEQS = 512, 256
+#: how often a call looks whether others have given blocks back, when it cannot go on without
+_WAIT_S = 0.002
 _private = itertools.count()
 
 
@@ -121,10 +124,16 @@ def _generate(
     eos = compat.eos_tokens(generation_config)
     seed = int(torch.randint(1 << 62, (1,))) if sampling else 0
     params = SamplingParams(temperature=1.0 if sampling else 0.0, max_tokens=new_tokens)
-    scheduler = Scheduler(manager, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS)
+    kv = call.kv
+    assert kv is not None
+    scheduler = Scheduler(
+        manager, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS, others=lambda: kv.on_engine > 1
+    )
     requests: list[Request] = []
     states: dict[str, SamplerState | Beam] = {}
     stepper = Stepper(scheduler, runner, states, shared=True)
+    with kv.lock:
+        kv.on_engine += 1
     try:
         for i, row in enumerate(rows):
             request = Request(str(i), array("q", row), new_tokens, stop_token_ids=eos, namespace=namespace)
@@ -133,10 +142,15 @@ def _generate(
             processors = compat.processors_of_row(call.model, generation_config, input_ids, row)
             states[request.request_id] = SamplerState(params, processors, seed, i)
         while scheduler.has_work:
-            for event in _step(call, stepper):
+            events = _step(call, stepper)
+            for event in events:
                 if event.request.error is not None:
                     raise event.request.error
+            if not events and not scheduler.running:
+                time.sleep(_WAIT_S)  # for blocks that another call is to give back
     finally:
+        with kv.lock:
+            kv.on_engine -= 1
         for request in requests:
             scheduler.abort(request.request_id)
         if private is not None:

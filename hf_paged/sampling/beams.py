@@ -35,11 +35,14 @@ def log_probabilities(
     The exception, where a processor raises one.
     """
     scores = logits[None].log_softmax(dim=-1)
+    wanted = scores.shape
     try:
         if processors:
             ids = torch.tensor([list(tokens)], device=logits.device)
             for processor in processors:
                 scores = processor(ids, scores)
+        if scores.shape != wanted:
+            return InvalidRequestError(f"the request's processors made scores of shape {list(scores.shape)}")
     except Exception as error:  # a processor may be anybody's code: it ends its own request
         return error
     if bool(scores.isnan().any()) or not bool((scores > float("-inf")).any()):
@@ -106,6 +109,11 @@ class BeamSearch:
             batch_size=1,
         )
         ends = self._criteria(sequences[0, :, : self._length + 1], ())[None]
+        if ends.shape != top.shape or ends.dtype is not torch.bool:
+            raise InvalidRequestError(
+                f"stopping criteria gave {ends.dtype} of shape {list(ends.shape[1:])} for {top.shape[1]} candidates; "
+                "one bool for each is wanted"
+            )
         self._running, self._running_scores, self._parents = BeamRules.running_beams(
             topk_log_probs=top,
             topk_running_sequences=sequences,
@@ -147,6 +155,11 @@ class BeamSearch:
         if not BeamRules.goes_on(self._may_improve, self._is_ended, ends, self._early):
             return None
         return list(zip(came_from, chosen, strict=True))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens a continuation may have."""
+        return self._max_length - self._start
 
     def best(self, n: int) -> list[Hypothesis]:
         """The ``n`` best hypotheses so far, the best first."""

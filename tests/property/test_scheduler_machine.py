@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.blocks, self.host = blocks, host
         self.scheduler, runner = make(
             blocks, host_blocks=host, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=name,
-            preemption=preemption, swap_pays=lambda tokens: tokens % 2 == 0,
+            preemption=preemption, swap_pays=lambda: len(self.requests) % 2 == 0,
         )  # fmt: skip
         self.driver = Driver(self.scheduler, runner, overlap)
         self.scheduler.ratio.value = ratio
