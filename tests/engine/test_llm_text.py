@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import hf_paged
 from hf_paged import LLM, SamplingParams
@@ -132,6 +134,49 @@ def test_stop_texts_token_by_token(tokenizer: Any, text: str, stop: list[str], s
         if found:
             break
     assert (decoder.text, found) == (shown, stopped)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output(tokenizer: Any, cut: int) -> None:
+    prompt = tokenizer("My favourite emoji is 🤗", add_special_tokens=False)["input_ids"][:-cut]
+    assert tokenizer.decode(prompt).endswith("\ufffd")
+    decoder = Detokenizer(tokenizer, prompt, ["emoji"], include_stop=False, skip_special_tokens=True)
+    tokens = tokenizer(" hello there", add_special_tokens=False)["input_ids"]
+    assert [decoder.push(token) for token in tokens] == [None] * len(tokens)
+    assert decoder.text == " hello there"
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_decode_shows_it(tokenizer: Any) -> None:
+    tokens = tokenizer("fine 🤗", add_special_tokens=False)["input_ids"][:-1]
+    decoder = Detokenizer(tokenizer, [], [], include_stop=False, skip_special_tokens=True)
+    for token in tokens:
+        decoder.push(token)
+    assert "\ufffd" not in decoder.text
+    for _ in range(2):
+        decoder.finish()
+        assert decoder.text == tokenizer.decode(tokens)
+
+
+def test_nothing_follows_a_stop_text(tokenizer: Any) -> None:
+    decoder = Detokenizer(tokenizer, [], ["emo"], include_stop=False, skip_special_tokens=True)
+    found = [decoder.push(token) for token in tokenizer("My emoji", add_special_tokens=False)["input_ids"]]
+    decoder.finish()
+    assert "emo" in found and decoder.text == "My "
+
+
+def test_a_wrong_byte_does_not_take_back_the_character_before_it() -> None:
+    """A decoder with byte fallback reads a run of bytes as wrong from its start when its end is."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁x": 257}
+    fast = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    character = [byte + 1 for byte in "中".encode()]
+    decoder = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=fast), [], [], False, True)
+    for token in [*character, character[0], 257]:
+        decoder.push(token)
+    assert decoder.text == "中\ufffd x"
+    decoder.push(character[0])
+    decoder.finish()
+    assert decoder.text == "中\ufffd x\ufffd"
 
 
 def test_what_needs_a_tokenizer_says_so(lm: Any) -> None:
