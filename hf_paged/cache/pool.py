@@ -153,7 +153,7 @@ class KVPool:
         if usable < 1:
             raise OutOfBlocksError(
                 f"memory={memory} bytes does not hold one block: a block of {self.block_size} tokens over "
-                f"{self.num_layers} layers takes {per_block} bytes. Raise cache_config['memory'] or lower block_size.",
+                f"{self.num_layers} layers takes {per_block} bytes. Raise memory or lower block_size.",
                 needed=1,
                 available=0,
             )

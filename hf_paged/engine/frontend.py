@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from hf_paged.compat import GenerationConfig
 from hf_paged.engine.beams import BeamGroup
@@ -50,6 +50,11 @@ class Group:
     open: int = 0
     #: log-probabilities of the prompt's tokens so far
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether it is a list of chat messages."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
 def _check_names(priority: Any, salt: Any, request_id: Any) -> None:
@@ -211,6 +216,8 @@ class Frontend:
             if given is None:
                 raise InvalidRequestError(f"a prompt with keys {sorted(prompt)}: give prompt_token_ids or prompt")
             prompt = given
+        if is_conversation(prompt):
+            return None, self.templated(cast("Any", prompt), {})
         if isinstance(prompt, str):
             self.need_tokenizer("a text prompt")
             ids = self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]

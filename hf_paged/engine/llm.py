@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_paged.config import EngineConfig
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.frontend import Frontend, Group, Params, Prompt, snapshot
+from hf_paged.engine.frontend import Frontend, Group, Params, Prompt, is_conversation, snapshot
 from hf_paged.engine.outputs import Explanation, RequestOutput
 from hf_paged.errors import ConfigError, InvalidRequestError
 from hf_paged.sampling_params import SamplingParams
@@ -69,7 +69,8 @@ class LLM:
         """Complete prompts; returns one RequestOutput for each, in order.
 
         Args:
-            prompts: texts, lists of token ids, or ``{"prompt_token_ids": [...]}`` / ``{"prompt": "..."}``.
+            prompts: texts, lists of token ids, lists of chat messages, or ``{"prompt_token_ids": [...]}`` /
+                ``{"prompt": "..."}``.
             sampling_params: SamplingParams, or a transformers GenerationConfig, which means what it means for
                 ``generate()``; one for all, or one for each. Without any: greedy, 16 tokens.
             use_tqdm: show a progress bar.
@@ -181,7 +182,7 @@ def _or_greedy(params: Any) -> Any:
 
 def _listed(prompts: Any) -> list[Any]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1:
+    if isinstance(prompts, str | Mapping) or is_conversation(prompts) or getattr(prompts, "ndim", 2) == 1:
         return [prompts]
     if not hasattr(prompts, "__iter__"):
         raise InvalidRequestError(f"prompts must be texts or lists of token ids, not {prompts!r}")

@@ -326,7 +326,10 @@ class ModelRunner:
     def _try_out(self, attention_backend: str) -> tuple[bool, dict[int, LayerSpec]]:
         """Whether requests can be packed, and what each layer stores; tried with two short sequences."""
         ids = [[(3 + 5 * i + n) % self.vocab_size for i in range(n)] for n in _PROBE_LENGTHS]
-        want = [self.view(input_ids=torch.tensor([x], device=self.device)).logits[0, -1].float() for x in ids]
+        outputs = [self.view(input_ids=torch.tensor([x], device=self.device)) for x in ids]
+        if not hasattr(outputs[0], "logits") or outputs[0].logits.ndim != 3:
+            raise UnsupportedError(f"{type(self.view).__name__} gives no logits for every token: a causal LM is wanted")
+        want = [output.logits[0, -1].float() for output in outputs]
         reasons = []
         for packed in (True, False):
             if packed and (attention_backend == registry.GATHER or not self._takes_positions):

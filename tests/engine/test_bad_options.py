@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
 
 import hf_paged
 from hf_paged import LLM, SamplingParams
@@ -77,3 +78,11 @@ def test_prompts_and_params_of_other_kinds() -> None:
     assert output.metrics.first_scheduled_time is not None and output.metrics.finished_time is not None
     llm.core.manager.check_invariants()
     assert llm.core.manager.stats().owned_blocks == 0
+
+
+def test_a_model_without_a_language_head_is_refused() -> None:
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(hf_paged.UnsupportedError, match="a causal LM is wanted"):
+        hf_paged.LLM(transformers.AutoModel.from_config(config))

@@ -13,6 +13,7 @@ import hf_paged
 from hf_paged import LLM, AsyncLLM, SamplingParams
 from tests import zoo
 from tests.engine.test_llm_parity import alone, check_clean, prompts
+from tests.regressions.engine_helpers import tokenizer_of
 from tests.regressions.helpers import ids, paged, registered, stock
 
 ROOMY: dict[str, Any] = {"block_size": 4, "num_blocks": 200}
@@ -156,3 +157,17 @@ def test_beams_cut_by_the_longest_length_say_so() -> None:
     llm = LLM(zoo.build("llama"), **ROOMY, max_model_len=10)
     found = llm.generate([[5, 6, 7]], greedy(30, num_beams=2))[0].outputs[0]
     assert (len(found.token_ids), found.finish_reason) == (7, "length")
+
+
+def test_chat_messages_are_a_prompt_like_others() -> None:
+    tokenizer, model = tokenizer_of(bos=True), zoo.build("llama")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    llm = LLM(model, tokenizer, **ROOMY)
+    conversation = [{"role": "user", "content": "abc"}]
+    want = llm.chat(conversation, greedy(4))[0]
+    alone_, mixed = llm.generate(conversation, greedy(4)), llm.generate([conversation, "abc", [5, 6]], greedy(4))
+    assert [o.prompt_token_ids for o in alone_] == [want.prompt_token_ids]
+    assert mixed[0].outputs[0].token_ids == alone_[0].outputs[0].token_ids == want.outputs[0].token_ids
+    assert mixed[2].prompt_token_ids == [5, 6]
