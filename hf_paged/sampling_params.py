@@ -6,7 +6,7 @@ cannot be honoured is an error when the request is made, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class SamplingParams:
         stop: texts that end the output; ``include_stop_str_in_output`` keeps the one that did.
         stop_token_ids: ids that end it, besides the model's own unless ``ignore_eos``.
         seed: makes sampling reproducible whatever else is in the batch; None draws one.
-        logprobs: alternatives to report per token, besides the chosen one.
+        logprobs: alternatives to report per token, besides the chosen one; None with beams, which have no one path.
         prompt_logprobs: the same for the tokens of the prompt.
         logprobs_mode: "raw" reports the log-softmax of the model's logits, "processed" that of the scores after all
             processors.
@@ -52,6 +52,11 @@ class SamplingParams:
         prefix_allowed_tokens_fn: ``(0, input_ids [tokens]) -> list of ids``, as in transformers.
         stopping_criteria: called as in transformers, ``(input_ids [1, tokens], scores [1, vocab]) -> whether to stop``,
             after each token, with the processed scores it was chosen from; in addition to all other ends.
+
+    Token ids may come as a list, tuple, set or range of ints or as a tensor or array of one dimension; they are kept as
+    a tuple. None for ``stop``, ``stop_token_ids``, ``logits_processors`` or ``stopping_criteria`` is none of them, ().
+
+    Raises ConfigError for a value of the wrong kind or out of range, and for options that exclude one another.
     """
 
     n: int = 1
@@ -77,18 +82,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     bad_words_ids: Sequence[Sequence[int]] | None = None
     sequence_bias: Any = None
-    suppress_tokens: Sequence[int] | None = None
-    begin_suppress_tokens: Sequence[int] | None = None
+    suppress_tokens: Collection[int] | None = None
+    begin_suppress_tokens: Collection[int] | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | Sequence[int] | None = None
     remove_invalid_values: bool = False
     exponential_decay_length_penalty: tuple[int, float] | None = None
     renormalize_logits: bool = False
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: Collection[int] | None = None
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
@@ -103,9 +108,12 @@ class SamplingParams:
     stopping_criteria: Sequence[Callable[..., Any]] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "logits_processors", "stopping_criteria"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
         for name in _NUMBERS:
             value = getattr(self, name)
-            self._check(name, isinstance(value, int | float) and not isinstance(value, bool), "a number")
+            self._check(name, _is_number(value), "a number")
         for name in _FLAGS:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name, least in _COUNTS.items():
@@ -115,9 +123,34 @@ class SamplingParams:
             value = getattr(self, name)
             self._check(name, value is None or (_is_int(value) and value >= 0), "an int of at least 0, or None")
         self._check("seed", self.seed is None or _is_int(self.seed), "an int or None")
+        self._check_ids()
+        self._check_callables()
         self._check_scores()
         self._check_ends()
         self._check_beams()
+
+    def _check_ids(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "begin_suppress_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                ids = _token_ids(value)
+                self._check(name, ids is not None, "a list of token ids")
+                object.__setattr__(self, name, ids)
+        words = self.bad_words_ids
+        listed = words is None or (isinstance(words, list | tuple) and all(_token_ids(w) is not None for w in words))
+        self._check("bad_words_ids", listed, "a list of lists of token ids")
+        first, last = self.forced_bos_token_id, self.forced_eos_token_id
+        self._check("forced_bos_token_id", first is None or _is_int(first), "a token id or None")
+        known = last is None or _is_int(last) or _token_ids(last) is not None
+        self._check("forced_eos_token_id", known, "a token id, a list of them, or None")
+
+    def _check_callables(self) -> None:
+        for name, wanted in (("logits_processors", "LogitsProcessor"), ("stopping_criteria", "StoppingCriteria")):
+            value = getattr(self, name)
+            listed = isinstance(value, list | tuple) and all(map(callable, value))
+            self._check(name, listed, f"a list of {wanted}")
+        allowed = self.prefix_allowed_tokens_fn
+        self._check("prefix_allowed_tokens_fn", allowed is None or callable(allowed), "a function or None")
 
     def _check_scores(self) -> None:
         self._check("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0")
@@ -127,17 +160,22 @@ class SamplingParams:
         for name in ("top_p", "typical_p"):
             self._check(name, 0 < getattr(self, name) <= 1, "more than 0 and at most 1")
         if self.top_h is not None:
-            self._check("top_h", 0 < self.top_h <= 1, "more than 0 and at most 1, or None")
+            self._check("top_h", _is_number(self.top_h) and 0 < self.top_h <= 1, "more than 0 and at most 1, or None")
         for name in ("min_p", "epsilon_cutoff", "eta_cutoff"):
             self._check(name, 0 <= getattr(self, name) <= 1, "from 0 to 1")
         for name in ("repetition_penalty", "encoder_repetition_penalty"):
             self._check(name, 0 < getattr(self, name) < float("inf"), "more than 0")
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, -2 <= getattr(self, name) <= 2, "from -2 to 2")
+        known = self.logit_bias is None or isinstance(self.logit_bias, Mapping)
+        self._check("logit_bias", known, "a dict of numbers by token id")
         for token, bias in (self.logit_bias or {}).items():
-            if not _is_int(token) or not -100 <= bias <= 100:
+            if not _is_int(token) or not _is_number(bias) or not -100 <= bias <= 100:
                 raise ConfigError(f"logit_bias[{token!r}]={bias!r} must be a number from -100 to 100 for a token id")
         self._check("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids), "token ids")
+        decay = self.exponential_decay_length_penalty
+        known = decay is None or _is_decay(decay)
+        self._check("exponential_decay_length_penalty", known, "a pair (first token, factor) or None")
         self._check("logprobs_mode", self.logprobs_mode in ("raw", "processed"), "'raw' or 'processed'")
         if self.best_of is not None:
             self._check("best_of", self.best_of >= self.n, f"at least n={self.n}")
@@ -154,9 +192,6 @@ class SamplingParams:
         self._check("stop", listed, "a text or a list of texts")
         if any(not text for text in self.stop):
             raise ConfigError("stop holds an empty text, which every output contains")
-        criteria = self.stopping_criteria
-        listed = isinstance(criteria, list | tuple) and all(callable(criterion) for criterion in criteria)
-        self._check("stopping_criteria", listed, "a list of StoppingCriteria")
         keep = self.truncate_prompt_tokens
         self._check(
             "truncate_prompt_tokens", keep is None or (_is_int(keep) and keep >= 1), "an int of at least 1, or None"
@@ -180,6 +215,10 @@ class SamplingParams:
             )
         self._check("n", self.n <= self.num_beams, f"at most num_beams={self.num_beams}")
         self._check("best_of", self.best_of is None, "None with num_beams above 1: the beams are what n is chosen from")
+        self._check(
+            "logprobs", self.logprobs is None,
+            "None with num_beams above 1: a search reports cumulative_logprob and prompt_logprobs only",
+        )  # fmt: skip
         self._check("max_tokens", self.max_tokens >= 1, "an int of at least 1 with num_beams above 1")
 
     def _check(self, name: str, good: object, wanted: str) -> None:
@@ -238,3 +277,20 @@ _NEUTRAL = (0, 1.0, 1.0, 0, 0, 0.0, 0.0, *(None,) * 6, False, *(None,) * 4)
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_decay(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and _is_int(value[0]) and _is_number(value[1])
+
+
+def _token_ids(value: object) -> tuple[int, ...] | None:
+    """The ints of a list, tuple, set, range, tensor or array, or None where ``value`` is not that."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple | set | frozenset | range) and all(map(_is_int, value)):
+        return tuple(value)
+    return None

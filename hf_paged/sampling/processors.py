@@ -7,7 +7,7 @@ rows at once (see stages.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,18 @@ def processors_for(
 ) -> list[Processor]:
     """What is applied to the scores of a request, in order. ``stop_ids`` are all the tokens that end it.
 
-    Raises what transformers raises for values it refuses (ValueError as a rule).
+    Raises InvalidRequestError for a penalty on missing end tokens, and what transformers raises for values it refuses
+    (ValueError as a rule).
     """
     device = input_device(model)
     if params.plain:
         return []
+    decay = params.exponential_decay_length_penalty
+    if decay is not None and not stop_ids:
+        raise InvalidRequestError(
+            f"exponential_decay_length_penalty={decay!r} raises the scores of end tokens, and this request has none: "
+            "give stop_token_ids, or leave it out"
+        )
     config = compat.GenerationConfig(
         do_sample=not params.greedy,
         num_beams=1,
@@ -79,7 +86,7 @@ def _truncations(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _listed(ids: Sequence[int] | None) -> list[int] | None:
+def _listed(ids: Collection[int] | None) -> list[int] | None:
     return None if ids is None else list(ids)
 
 
@@ -120,7 +127,7 @@ class OutputPenalty:
 class AllowedTokens:
     """Leaves only some tokens to choose from."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Collection[int]) -> None:
         self.token_ids = list(token_ids)
 
     def check(self, vocab: int) -> None:

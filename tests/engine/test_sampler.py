@@ -408,6 +408,7 @@ def test_best_of_is_told_how_likely_each_token_was() -> None:
         ({"stopping_criteria": [5]}, "stopping_criteria"),
         ({"stopping_criteria": lambda *_: True}, "stopping_criteria"),
         ({"top_h": 0}, "top_h=0"),
+        ({"num_beams": 2, "temperature": 0, "logprobs": 0}, "logprobs=0 must be None with num_beams above 1"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -415,6 +416,13 @@ def test_best_of_is_told_how_likely_each_token_was() -> None:
 def test_settings_that_cannot_work_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(hf_paged.ConfigError, match=message):
         SamplingParams(**options)
+
+
+def test_a_length_penalty_without_an_end_token_says_that_it_needs_one() -> None:
+    params = SamplingParams(temperature=0, exponential_decay_length_penalty=(3, 1.5))
+    assert processors_for(zoo.build("llama"), params, [5], [EOS])
+    with pytest.raises(hf_paged.InvalidRequestError, match="end tokens, and this request has none"):
+        processors_for(zoo.build("llama"), params, [5], [])
 
 
 def test_settings_that_can() -> None:
