@@ -89,8 +89,9 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
 
     A request whose prompt cannot run (a token id outside the vocabulary, too long) is delivered as FAILED, with the
     reason as its ``error``; an option that cannot be honoured raises where the request is added. Results are looked up
-    by id, and ids are never used twice. The engine and its blocks live from the first request or :meth:`start` to
-    :meth:`stop`, or longer with ``keep_for_next_session``.
+    by id. An id that a caller gives may be given again once its request has ended; outputs of the earlier one that
+    nobody took come first. Ids that the manager gives are none of those in use. The engine and its blocks live from the
+    first request or :meth:`start` to :meth:`stop`, or longer with ``keep_for_next_session``.
     """
 
     #: there is nothing to warm up
@@ -114,6 +115,8 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         self.background_thread_status = _ThreadStatus(self)
         self._llm: LLM | None = LLM(model, config=config)
         self._loop: EngineLoop | None = None
+        #: held to make or to end the loop, as requests come from several threads
+        self._making = threading.Lock()
         self._fault: BaseException | None = None
         self._started = self._stopped = False
         self._pauses, self._pausing = 0, threading.Lock()
@@ -140,13 +143,14 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
 
     def engine(self) -> EngineLoop:
         """The loop, paused where :meth:`start` was not called yet. Raises EngineDeadError after :meth:`stop`."""
-        if self._loop is None:
-            if self._stopped:
-                raise EngineDeadError("the engine was stopped; start() starts it anew") from self._fault
-            if self._llm is None:
-                self._llm = LLM(self.model, config=self.config)
-            self._loop = EngineLoop(self._llm, paused=True)
-        return self._loop
+        with self._making:
+            if self._loop is None:
+                if self._stopped:
+                    raise EngineDeadError("the engine was stopped; start() starts it anew") from self._fault
+                if self._llm is None:
+                    self._llm = LLM(self.model, config=self.config)
+                self._loop = EngineLoop(self._llm, paused=True)
+            return self._loop
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """What stop texts are found with from now on."""
@@ -216,8 +220,8 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
 
     def _end(self, drain: bool, timeout: float | None) -> bool:
         """Close the loop; whether it has ended by now, which is when the engine is let go of."""
-        self._stopped = True
-        loop = self._loop
+        with self._making:
+            self._stopped, loop = True, self._loop
         if loop is None:
             return True
         if loop.close(drain=drain, timeout=timeout):
@@ -341,9 +345,9 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
             refused, params = error, self.params_for(config, 1)  # raises unless it is this prompt's length
         if params.stop and loop.llm.frontend.tokenizer is None:
             raise ConfigError("stop_strings need a tokenizer to be found with: pass tokenizer=")
-        name = self._new_name() if request_id is None else request_id
-        request = Queued(name, prompt, streaming, record_timestamps, params.n)
         with self._changed:
+            name = self._new_name() if request_id is None else request_id
+            request = Queued(name, prompt, streaming, record_timestamps, params.n)
             if name in self._requests:
                 raise InvalidRequestError(f"request id {name!r} is in use; ids must be unique while they run")
             self._requests[name] = request
@@ -355,8 +359,9 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
                 prompt, params, functools.partial(self._take, request), request_id=name, salt=self.salt,
                 every_step=streaming or record_timestamps or params.n > 1,
             )  # fmt: skip
-        except EngineDeadError:
-            del self._requests[name]
+        except (EngineDeadError, InvalidRequestError):
+            with self._changed:
+                self._forget(request)
             raise
         return request
 
@@ -388,16 +393,22 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         """End requests and forget what they delivered."""
         with self._changed:
             for request in requests:
-                if self._requests.get(request.name) is request:
-                    del self._requests[request.name]
+                self._forget(request)
                 for part in request.parts:
                     self._results.pop(part, None)
         for request in requests:
             self.cancel_request(request.name)
 
+    def _forget(self, request: Queued) -> None:
+        """Take a request from those on their way, unless its id is another's by now; under the lock."""
+        if self._requests.get(request.name) is request:
+            del self._requests[request.name]
+
     def _new_name(self) -> str:
+        """A name that no request, handler or waiting output has; under the lock."""
+        used = (self._requests, self._results, self._handlers)
         names = (f"req_{number}" for number in self._numbers)
-        return next(name for name in names if name not in self._requests)
+        return next(name for name in names if not any(name in those for those in used))
 
     def params_for(self, config: GenerationConfig, prompt_length: int) -> SamplingParams:
         """What the engine makes of a request's config. Without any limit of length, the model's own is the limit.

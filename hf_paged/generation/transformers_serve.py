@@ -22,7 +22,7 @@ from typing import Any
 from hf_paged.compat import GenerationConfig
 from hf_paged.engine.loop import Submission, Tell
 from hf_paged.engine.outputs import RequestOutput
-from hf_paged.errors import EngineDeadError, HfPagedError, UnsupportedError
+from hf_paged.errors import EngineDeadError, HfPagedError, InternalError, UnsupportedError
 from hf_paged.generation.batching_manager import Manager
 from hf_paged.sampling_params import SamplingParams
 
@@ -201,10 +201,16 @@ def _submit(
 
 
 def _params(manager: Manager, config: Any, prompt_length: int) -> SamplingParams:
-    """What a request asked for, in the engine's words."""
+    """What a request asked for, in the engine's words.
+
+    Raises UnsupportedError for what cannot be honoured, InternalError for a config that was not made for this request.
+    """
     asked = _asked.get()
-    assert asked is not None
-    assert asked.config is config, "the config is another request's"
+    if asked is None or asked.config is not config:
+        raise InternalError(
+            "the generation config is not the one that was made for this HTTP request, whose options are lost with it: "
+            "pass on what _build_generation_config(use_cb=True) returned, from the same task"
+        )
     body, changes = asked.body, dict[str, Any]()
     for name, harmless in _NOT_HONOURED.items():
         if body.get(name) is not None and body[name] not in harmless:

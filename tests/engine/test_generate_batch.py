@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching import ContinuousMixin, Request
 
 import hf_paged
 from hf_paged import compat
+from hf_paged.generation import batching_manager, transformers_serve
 from tests import zoo
 from tests.engine.test_llm_parity import alone, prompts
 
@@ -332,6 +333,66 @@ def test_a_stopped_manager_takes_nothing_holds_nothing_and_can_start_again() -> 
     assert output.status == RequestStatus.FAILED and "closed" in output.error
     manager.destroy()
     manager.destroy()
+
+
+def test_threads_that_add_before_the_start_share_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = zoo.build("llama"), []
+
+    class Slow(batching_manager.EngineLoop):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            made.append(self)
+            time.sleep(0.05)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(batching_manager, "EngineLoop", Slow)
+    manager = model.init_continuous_batching(GenerationConfig(max_new_tokens=3))
+    names: list[str] = []
+    adding = [threading.Thread(target=lambda: names.append(manager.add_request([3, 4]))) for _ in range(4)]
+    for thread in adding:
+        thread.start()
+    for thread in adding:
+        thread.join()
+    assert len(made) == 1 and len(set(names)) == 4
+    manager.start()
+    want = alone(model, [3, 4], max_new_tokens=3)
+    assert all(manager.get_result(name, timeout=20).generated_tokens == want for name in names)
+    manager.destroy()
+    assert not threads()
+
+
+def test_a_name_that_is_given_is_none_of_those_in_use() -> None:
+    model = zoo.build("llama")
+    with model.continuous_batching_context_manager(GenerationConfig(max_new_tokens=2)) as manager:
+        manager.add_request([3, 4], request_id="req_0")
+        while manager._requests:
+            time.sleep(0.01)
+        assert manager.add_request([5, 6]) == "req_1", "an output of req_0 waits"
+        assert manager.get_result("req_0").prompt_ids == [3, 4]
+        manager.add_request([7, 8], request_id="req_0")
+        assert manager.get_result("req_0").prompt_ids == [7, 8], "an id may be given again once its request has ended"
+        assert manager.get_result("req_1").prompt_ids == [5, 6]
+
+
+def test_an_id_that_is_refused_leaves_nothing_behind() -> None:
+    model = zoo.build("llama")
+    with model.continuous_batching_context_manager(GenerationConfig(max_new_tokens=2)) as manager:
+        with pytest.raises(hf_paged.InvalidRequestError, match="request_id=5"):
+            manager.add_request([3, 4], request_id=5)
+        assert not manager._requests
+
+
+def test_a_served_request_with_the_config_of_another_is_an_error_not_an_assertion() -> None:
+    manager = zoo.build("llama").init_continuous_batching()
+    with pytest.raises(hf_paged.InternalError, match="made for this HTTP request"):
+        transformers_serve._params(manager, GenerationConfig(), 3)
+    other = transformers_serve._Asked(GenerationConfig(), {}, None)
+    token = transformers_serve._asked.set(other)
+    try:
+        with pytest.raises(hf_paged.InternalError, match="made for this HTTP request"):
+            transformers_serve._params(manager, GenerationConfig(), 3)
+    finally:
+        transformers_serve._asked.reset(token)
+        manager.destroy()
 
 
 def test_several_may_pause_and_the_last_one_out_resumes() -> None:
