@@ -313,6 +313,8 @@ class Frontend:
         stop_reason = request.stop_reason
         part.output.stop_reason = None if stop_reason in self.core.eos_token_ids else stop_reason
         if part.decoder is not None:
+            if not isinstance(stop_reason, str):  # else the text ends where the stop text was found
+                part.decoder.finish()
             part.output.text = part.lead + part.decoder.text
         group.output.error = group.output.error or request.error
         group.output.num_cached_tokens = max(group.output.num_cached_tokens, request.num_cached, 0)
@@ -353,6 +355,8 @@ class Frontend:
             last = found.tokens[-1] if ended and found.tokens[-1] not in self.core.eos_token_ids else None
             output.stop_reason = stop if stop is not None else last
             if part.decoder is not None:
+                if stop is None:
+                    part.decoder.finish()
                 output.text = part.lead + part.decoder.text
             outputs.append(output)
         return outputs

@@ -136,14 +136,18 @@ def test_stop_texts_token_by_token(tokenizer: Any, text: str, stop: list[str], s
     assert (decoder.text, found) == (shown, stopped)
 
 
+@pytest.mark.parametrize("continued", [0, 1], ids=["dropped", "continued"])
 @pytest.mark.parametrize("cut", [1, 2])
-def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output(tokenizer: Any, cut: int) -> None:
-    prompt = tokenizer("My favourite emoji is 🤗", add_special_tokens=False)["input_ids"][:-cut]
+def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output(
+    tokenizer: Any, cut: int, continued: int
+) -> None:
+    ids = tokenizer("My favourite emoji is 🤗", add_special_tokens=False)["input_ids"]
+    prompt, rest = ids[:-cut], ids[len(ids) - cut :][:continued]
     assert tokenizer.decode(prompt).endswith("\ufffd")
     decoder = Detokenizer(tokenizer, prompt, ["emoji"], include_stop=False, skip_special_tokens=True)
-    tokens = tokenizer(" hello there", add_special_tokens=False)["input_ids"]
+    tokens = rest + tokenizer(" hello there", add_special_tokens=False)["input_ids"]
     assert [decoder.push(token) for token in tokens] == [None] * len(tokens)
-    assert decoder.text == " hello there"
+    assert decoder.text == tokenizer.decode(tokens) == "\ufffd" * continued + " hello there"
 
 
 def test_an_unfinished_character_at_the_end_is_shown_as_decode_shows_it(tokenizer: Any) -> None:
