@@ -168,7 +168,10 @@ TEXT = {
     "skip_special_tokens": {"skip_special_tokens": False},
 }
 #: options of whole outputs, not of single tokens
-ELSEWHERE = {"best_of", "num_beams", "length_penalty", "early_stopping", "prompt_logprobs", "echo"}
+ELSEWHERE = {
+    "best_of", "num_beams", "length_penalty", "early_stopping", "prompt_logprobs", "echo", "add_special_tokens",
+    "truncate_prompt_tokens",
+}  # fmt: skip
 
 
 def test_every_option_is_covered() -> None:
