@@ -10,7 +10,7 @@ Ends with 0 only when all of this holds:
 
 - every request was run within ``--seconds``, and none had an error or an output that its options do not allow;
 - something moved at least every ``--watchdog`` seconds (else every thread's stack is printed and the process ends);
-- requests were preempted, and clients left in every state there is;
+- requests were preempted and, in a run of 1,000 requests and more, clients left in every state there is;
 - greedy requests got what stock ``generate()`` gives for them alone;
 - the books balance, no block is in use, no request is known any more, and an emptied cache has every block free;
 - resident memory is flat over the second half: a line through its samples (least squares) rises by less than
@@ -306,7 +306,7 @@ def differences(model: Any, compared: Sequence[tuple[list[int], SamplingParams, 
     return found
 
 
-def verdict(record: Record, stats: dict[str, Any], rss_limit: float) -> list[str]:
+def verdict(record: Record, stats: dict[str, Any], rss_limit: float, every_moment: bool = True) -> list[str]:
     """What failed, from what was recorded; prints the memory's slope."""
     found = list(record.errors)
     half = record.rss[-1][0] / 2
@@ -321,7 +321,8 @@ def verdict(record: Record, stats: dict[str, Any], rss_limit: float) -> list[str
         found.append(f"resident memory grew by {growth:.1f} MiB over the second half, more than {rss_limit:.0f}")
     if not stats["preemptions"]:
         found.append("nobody was preempted: the pool was too large to test anything")
-    return found + [f"no client left while {moment}" for moment in MOMENTS if not record.left[moment]]
+    missing = [moment for moment in MOMENTS if not record.left[moment]] if every_moment else []
+    return found + [f"no client left while {moment}" for moment in missing]
 
 
 async def soak(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
@@ -349,7 +350,7 @@ async def soak(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str
         f"{stats['swaps']} to the host; {stats['steps']} steps, {stats['computed_tokens']} tokens computed"
     )
     print("clients left: " + ", ".join(f"{record.left[moment]} {moment}" for moment in MOMENTS))
-    failed = verdict(record, stats, args.rss_limit) + leftovers(llm)
+    failed = verdict(record, stats, args.rss_limit, args.requests >= 1000) + leftovers(llm)
     try:
         llm.check_health()
     except EngineDeadError as error:
@@ -371,7 +372,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--longest-prompt", type=int, default=28)
     parser.add_argument("--most-tokens", type=int, default=8)
     parser.add_argument("--batched-tokens", type=int, default=96)
-    parser.add_argument("--host-memory", default="4MiB", help="of the host tier, which is meant to be full at times")
+    parser.add_argument("--host-memory", default="2MiB", help="of the host tier, which is meant to be full at times")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--watchdog", type=float, default=60, help="seconds without any progress that end the run")
     parser.add_argument("--rss-limit", type=float, default=16, help="MiB that the second half may add")

@@ -59,8 +59,8 @@ def test_a_forgotten_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_match_that_ignores_the_namespace_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     match = RadixTree.match
 
-    def anywhere(self: RadixTree, namespace: Any, tokens: Any) -> Any:
-        return match(self, next(iter(self.roots), namespace), tokens)
+    def anywhere(self: RadixTree, namespace: Any, tokens: Any, touch: bool = True) -> Any:
+        return match(self, next(iter(self.roots), namespace), tokens, touch)
 
     monkeypatch.setattr(RadixTree, "match", anywhere)
     must_be_noticed()
