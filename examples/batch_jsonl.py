@@ -30,21 +30,17 @@ def main() -> None:
     lines = [json.loads(line) for line in args.input.read_text(encoding="utf-8").splitlines() if line.strip()]
     llm = LLM(args.model)
     outputs = llm.generate(
-        [as_prompt(llm, line) for line in lines], [params_of(line, args.max_tokens) for line in lines], use_tqdm=True
+        [line.get("messages") or line["prompt"] for line in lines],
+        [params_of(line, args.max_tokens) for line in lines],
+        use_tqdm=True,
     )
     with args.output.open("w", encoding="utf-8") as file:
         for line, output in zip(lines, outputs, strict=True):
             first = output.outputs[0]
             found = {"completion": first.text, "finish_reason": first.finish_reason}
+            if output.error is not None:
+                found["error"] = str(output.error)
             file.write(json.dumps({**line, **found}, ensure_ascii=False) + "\n")
-
-
-def as_prompt(llm: LLM, line: dict[str, Any]) -> Any:
-    if "messages" not in line:
-        return line["prompt"]
-    # the template writes special tokens itself
-    text = llm.tokenizer.apply_chat_template(line["messages"], tokenize=False, add_generation_prompt=True)
-    return llm.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def params_of(line: dict[str, Any], max_tokens: int) -> SamplingParams:

@@ -239,6 +239,8 @@ def stopping_criteria(max_length: int, eos: list[int], stop: list[str], tokenize
 
 
 _ANY: Any = GenerationMixin
+#: before 5.24 it wants to be told what it can see
+_TOLD_VOCAB_SIZE = "vocab_size" in inspect.signature(_ANY._get_top_k_continuations).parameters
 
 
 class BeamRules:
@@ -246,7 +248,7 @@ class BeamRules:
 
     @staticmethod
     def top_continuations(**arguments: Any) -> Any:
-        if "vocab_size" in inspect.signature(_ANY._get_top_k_continuations).parameters:  # before 5.24
+        if _TOLD_VOCAB_SIZE:
             arguments["vocab_size"] = arguments["accumulated_log_probs"].shape[-1] // arguments["num_beams"]
         return _ANY._get_top_k_continuations(_ANY, **arguments)
 
@@ -281,6 +283,11 @@ def looks_at_padding(processor: Any) -> bool:
         # from 5.24 on it is told where each row begins
         return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
     return type(processor).__name__ not in _BLIND_TO_PADDING
+
+
+def is_split(model: Any) -> bool:
+    """Whether a model's weights are split over several processes (tensor parallel)."""
+    return getattr(model, "_device_mesh", None) is not None
 
 
 def keeps_nothing(layer: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from hf_paged.config import EngineConfig
@@ -20,6 +20,14 @@ from hf_paged.sampling_params import SamplingParams
 logger = logging.getLogger("hf_paged")
 
 
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
+    """Have somebody's event loop call ``function``; from any thread. If the loop is closed, nobody waits any more."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:  # what asyncio raises for a closed loop
+        logger.debug("an output came for a closed event loop")
+
+
 class _Reader:
     """Where one request's outputs go: the latest snapshot, or the exception that ended it, and an event."""
 
@@ -30,10 +38,7 @@ class _Reader:
     def put(self, item: RequestOutput | BaseException) -> None:
         """From the engine's thread."""
         self._latest = item
-        try:
-            self._loop.call_soon_threadsafe(self._event.set)
-        except RuntimeError:  # the reader's event loop is closed: nobody is waiting any more
-            logger.debug("an output came for a closed event loop")
+        call_in(self._loop, self._event.set)
 
     async def get(self) -> RequestOutput:
         await self._event.wait()

@@ -9,10 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from hf_paged.errors import ConfigError
+
 #: what decoders make of bytes that are no character, or not yet one
 _BROKEN = "\ufffd"
 #: tokens of the prompt to decode the first token behind
 _WINDOW = 8
+
+
+def backend_of(tokenizer: Any) -> Tokenizer:
+    """The tokenizers library's part of a transformers tokenizer. Raises ConfigError for one that has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ConfigError(f"a fast transformers tokenizer is wanted, not {type(tokenizer).__name__}")
+    return backend
 
 
 class Detokenizer:
@@ -30,7 +42,7 @@ class Detokenizer:
         self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], include_stop: bool, skip_special_tokens: bool
     ) -> None:
         self.text = ""
-        self._fast, self._stop, self._include = tokenizer._tokenizer, tuple(stop), include_stop
+        self._fast, self._stop, self._include = backend_of(tokenizer), tuple(stop), include_stop
         self._skip = skip_special_tokens
         self._longest = max(map(len, self._stop), default=0)
         self._context, self._held = list(prompt[-_WINDOW:]), list[int]()

@@ -88,7 +88,8 @@ class Frontend:
         self.core, self.tokenizer = core, tokenizer
         self.groups: dict[str, Group] = {}
         self._group_of: dict[str, Group] = {}
-        self._requests: dict[str, list[Request]] = {}
+        #: requests that are over, the latest last
+        self._ended: dict[str, list[Request]] = {}
         self._numbers = itertools.count()
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -138,7 +139,6 @@ class Frontend:
         if group.beams is None and len(group.parts) == params.n:
             group.output.outputs = [part.output for part in group.parts.values()]
         self.groups[name] = group
-        self._remember(group)
         return group
 
     def _open(self, group: Group, request: Request) -> None:
@@ -175,24 +175,25 @@ class Frontend:
         for name in group.parts:
             if self._group_of.pop(name, None) is not None:
                 self.core.abort(name)
-        self.groups.pop(group.output.request_id, None)
+        name = group.output.request_id
+        if self.groups.pop(name, None) is not None:
+            self._ended.pop(name, None)  # an id that is used again moves to the end
+            self._ended[name] = [part.request for part in group.parts.values()]
+            if len(self._ended) > EXPLAINED:
+                del self._ended[next(iter(self._ended))]
 
     def explain(self, request_id: str) -> list[Explanation]:
         """What became of each completion of a request, and why; the last EXPLAINED requests are remembered.
 
         Raises InvalidRequestError for an id that is not known (any more).
         """
-        found = self._requests.get(request_id)
+        group = self.groups.get(request_id)
+        found = self._ended.get(request_id) if group is None else [part.request for part in group.parts.values()]
         if found is None:
             raise InvalidRequestError(
                 f"request id {request_id!r} is not known; of requests that ended, the last {EXPLAINED} are remembered"
             )
         return [self.core.explain(request) for request in found]
-
-    def _remember(self, group: Group) -> None:
-        self._requests[group.output.request_id] = [part.request for part in group.parts.values()]
-        while len(self._requests) > max(EXPLAINED, 2 * len(self.groups)):
-            self._requests.pop(next(iter(self._requests)))
 
     # -- prompts -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_paged.config import EngineConfig
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.detokenizer import backend_of
 from hf_paged.engine.frontend import Frontend, Group, Params, Prompt, is_conversation, snapshot
 from hf_paged.engine.outputs import Explanation, RequestOutput
 from hf_paged.errors import ConfigError, InvalidRequestError
@@ -48,8 +49,8 @@ class LLM:
             tokenizer = tokenizer if tokenizer is not None else found
         elif self.config.dtype is not None:
             raise ConfigError(f"dtype={self.config.dtype!r} is for loading; this model is loaded: use model.to(dtype)")
-        if tokenizer is not None and not hasattr(tokenizer, "_tokenizer"):
-            raise ConfigError(f"a fast transformers tokenizer is wanted, not {type(tokenizer).__name__}")
+        if tokenizer is not None:
+            backend_of(tokenizer)  # raises where there is none
         self.model, self.tokenizer = model, tokenizer
         self.core = EngineCore(model, self.config)
         self.frontend = Frontend(self.core, tokenizer)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_paged.cache.block import Transfer, num_blocks_for
+from hf_paged.cache.block import num_blocks_for
 from hf_paged.cache.manager import KVCacheManager
-from hf_paged.cache.radix_tree import Namespace
+from hf_paged.cache.radix_tree import Namespace, common_prefix
+from hf_paged.engine.plan import Chunk, Plan, SchedulerOutput
 from hf_paged.engine.policy import NewTokenRatio, Policy, is_overdue, policy_named, victim
 from hf_paged.engine.request import FinishReason, Preemption, Request, Status
 from hf_paged.errors import InternalError, InvalidRequestError, OutOfBlocksError
@@ -31,61 +32,6 @@ _SHARED_WORTH_WAITING = 32
 _MOST_POSTPONED = 32
 #: output tokens beyond this are not reserved for (SGLang's CLIP_MAX_NEW_TOKENS)
 _CLIP_NEW_TOKENS = 4096
-
-
-@dataclass(slots=True, eq=False)  # frozen would cost more than a microsecond for each, at every step
-class Chunk:
-    """The part of a request that runs in one step: positions ``start : start + count``. Nobody changes it.
-
-    ``blocks`` are its physical blocks, logical index 0 first, enough for ``start + count`` tokens. With ``samples`` the
-    last position's logits give the next token, and the first of each request in ``also``, which go on from a copy of
-    its table. With ``scores`` the logits of all its positions are wanted.
-    """
-
-    request: Request
-    start: int
-    count: int
-    blocks: tuple[int, ...]
-    samples: bool
-    also: tuple[Request, ...] = ()
-    scores: bool = False
-    residency: int = 0
-
-    @property
-    def key(self) -> str:
-        return self.request.request_id
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Its tokens; one that the step before failed to sample is replaced by 0, for a result that nobody takes."""
-        found = self.request.tokens[self.start : self.start + self.count]
-        return found if len(found) == self.count else [*found, *([0] * (self.count - len(found)))]
-
-    @property
-    def num_logits(self) -> int:
-        """Positions at its end whose logits are wanted."""
-        return self.count if self.scores else int(self.samples)
-
-    @property
-    def forks(self) -> Sequence[str]:
-        return [request.request_id for request in self.also]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step. ``transfers`` have to be executed, in order, before anything is written. ``ended`` are requests that
-    could not go on and ended with an error while the step was planned. ``moves`` are ids of requests, source and
-    target, whose state besides blocks is to be copied, all at once, before anything else."""
-
-    step: int
-    chunks: tuple[Chunk, ...]
-    transfers: tuple[Transfer, ...]
-    ended: tuple[Request, ...]
-    moves: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(slots=True)
@@ -114,8 +60,8 @@ class Scheduler:
         whole_prompts: never split a prompt over steps, even past the budget (models that compute it only in one piece).
         preemption: how a request gives way: "recompute" forgets what it has computed, "swap" moves it to the manager's
             host tier while that has room, "auto" swaps when ``swap_pays()``.
-        others: whether somebody else takes blocks from the manager and will give them back, so that a request that does
-            not fit even alone waits for that.
+        others: whether somebody else holds blocks of the manager and will give them back, so that a request that does
+            not fit even alone waits for that. Asked under the manager's lock.
     """
 
     def __init__(
@@ -249,7 +195,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. The plan may be empty when nothing can run; ``ended`` then says why not."""
         self.step += 1
-        plan = _Plan(self.max_num_batched_tokens)
+        plan = Plan(self.max_num_batched_tokens, self._under_way.values())
         with self.manager.lock:
             self._continue_running(plan)
             if not plan.preempted:
@@ -392,7 +338,7 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
-    def _is_stuck(self, plan: _Plan) -> bool:
+    def _is_stuck(self, plan: Plan) -> bool:
         """Whether nobody goes on because stalled requests hold what the ones they wait for need."""
         if plan.chunks or plan.ended or self._under_way or not self.running:
             return False
@@ -400,7 +346,7 @@ class Scheduler:
 
     # -- running requests ----------------------------------------------------------------------------------------
 
-    def _continue_running(self, plan: _Plan) -> None:
+    def _continue_running(self, plan: Plan) -> None:
         # Those that miss one token first: a long prompt must not keep the others from their next token.
         for request in sorted(self.running, key=lambda r: r.num_missing > 1):
             if request.status is not Status.RUNNING or request.stalled:
@@ -428,7 +374,7 @@ class Scheduler:
             return missing if budget > 0 else 0
         return min(missing, budget)
 
-    def _give_room(self, request: Request, count: int, plan: _Plan) -> bool:
+    def _give_room(self, request: Request, count: int, plan: Plan) -> bool:
         """Blocks for ``count`` more tokens of a running request, taken from others if need be. False: it gave way."""
         assert request.table is not None
         while True:
@@ -452,13 +398,13 @@ class Scheduler:
             else:
                 return True
 
-    def _append(self, request: Request, count: int, plan: _Plan) -> None:
+    def _append(self, request: Request, count: int, plan: Plan) -> None:
         assert request.table is not None
         before = self.manager.num_evicted_blocks
         plan.transfers += self.manager.append(request.table, count)
         request.evicted_blocks += self.manager.num_evicted_blocks - before
 
-    def _preempt(self, request: Request, plan: _Plan, needed_by: Request) -> None:
+    def _preempt(self, request: Request, plan: Plan, needed_by: Request) -> None:
         if request.num_tokens < request.progress:
             raise InternalError(f"{request!r} lost tokens between two preemptions")
         plan.drop(request)
@@ -493,7 +439,7 @@ class Scheduler:
 
     # -- waiting requests ----------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: Plan) -> None:
         if not self.waiting or plan.budget <= 0 or len(self.running) >= self.max_num_seqs:
             return
         waiting = [request for request in self.waiting.values() if not request.stalled]
@@ -516,19 +462,19 @@ class Scheduler:
         self.manager.release(match)
         return match.num_tokens
 
-    def _waits_for_a_sibling(self, request: Request, plan: _Plan) -> bool:
+    def _waits_for_a_sibling(self, request: Request, plan: Plan) -> bool:
         """Whether much of its prompt is being computed right now by another, and will be there at the next step."""
         if not self.manager.prefix_caching or request.swapped is not None or request.scores_prompt:
             return False
-        known = [plan.chunks.values(), *(output.chunks for output in self._under_way.values())]
-        others = [c for chunks in known for c in chunks if c.count > 1]
-        computed_now = [c for c in others if c.request.namespace == request.namespace]
+        computed_now = [c for c in plan.prompts if c.request.namespace == request.namespace]
         if not computed_now:
             return False
         least = max(_SHARED_WORTH_WAITING, self._matched(request) + 1)
-        return any(_common(c.request.tokens, request.tokens, c.start + c.count) >= least for c in computed_now)
+        return any(
+            min(common_prefix(request.tokens, c.request.tokens, 0), c.start + c.count) >= least for c in computed_now
+        )
 
-    def _admit(self, request: Request, plan: _Plan) -> bool:
+    def _admit(self, request: Request, plan: Plan) -> bool:
         manager, size = self.manager, self.manager.block_size
         match = manager.match_prefix(
             request.namespace,
@@ -587,7 +533,7 @@ class Scheduler:
             return request.num_scored
         return request.num_tokens - 1
 
-    def _cannot_fit(self, request: Request, plan: _Plan) -> None:
+    def _cannot_fit(self, request: Request, plan: Plan) -> None:
         size, available = self.manager.block_size, self.manager.num_available_blocks
         needed = num_blocks_for(request.num_tokens, size)
         request.error = OutOfBlocksError(
@@ -611,6 +557,10 @@ class Scheduler:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, reason: FinishReason) -> None:
+        with self.manager.lock:  # others that share the blocks see it running for as long as it holds any
+            self._end_locked(request, reason)
+
+    def _end_locked(self, request: Request, reason: FinishReason) -> None:
         for sibling in list(request.siblings):
             self._detach(sibling)
         if request.parent is not None:
@@ -638,76 +588,3 @@ class Scheduler:
         request.table = request.swapped = None
         request.num_computed = request.num_in_flight = 0
         request.residency += 1
-
-
-class _Plan:
-    """A step in the making."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.chunks: dict[str, Chunk] = {}
-        self.transfers: list[Transfer] = []
-        self.ended: list[Request] = []
-        self.preempted = 0
-        #: blocks kept back for what running requests are expected to need, once somebody asked
-        self.reserved: int | None = None
-
-    def reserved_for(self, running: Iterable[Request], expected: Callable[[Request], int]) -> int:
-        """Blocks that ``running`` are expected to need besides those they have."""
-        if self.reserved is None:
-            self.reserved = sum(max(0, expected(r) - len(r.table.blocks)) for r in running if r.table is not None)
-        return self.reserved
-
-    def add(self, request: Request, count: int) -> None:
-        assert request.table is not None
-        self.budget -= count
-        start = request.num_computed + request.num_in_flight
-        samples = count == request.num_missing and request.max_tokens > 0
-        # while its first token is pending, its siblings are as good as on their way
-        forks = samples and bool(request.siblings) and not request.num_pending
-        self.chunks[request.request_id] = Chunk(
-            request,
-            start,
-            count,
-            tuple(request.table.blocks),
-            samples,
-            tuple(request.siblings) if forks else (),
-            request.scores_prompt and max(request.num_scored, start) < len(request.prompt) - 1,
-            request.residency,
-        )
-
-    def drop(self, request: Request) -> None:
-        chunk = self.chunks.pop(request.request_id, None)
-        if chunk is not None:
-            self.budget += chunk.count
-
-
-def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """Length of the common prefix, at most ``limit``."""
-    limit = min(limit, len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    low, high = 0, limit  # slices compare fast; the first difference lies in between
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
-    return low
-
-
-def check_books(scheduler: Scheduler, others: Iterable[Request] = ()) -> None:
-    """Raise InternalError unless queue, running list and blocks agree. For tests, after every step."""
-    for request in scheduler.running:
-        idle = request.stalled or not request.max_tokens
-        if request.status is not Status.RUNNING or request.table is None or request.num_missing < (not idle):
-            raise InternalError(f"{request!r} is in the running list")
-        if request.table.num_tokens < request.num_planned:
-            raise InternalError(f"{request!r} has computed more tokens than its table holds")
-    for request in [*scheduler.waiting.values(), *scheduler.attached.values(), *others]:
-        if request.table is not None:
-            raise InternalError(f"{request!r} does not run and holds blocks")
-        if request.swapped is not None and request.request_id not in scheduler.waiting:
-            raise InternalError(f"{request!r} does not wait and holds blocks of the host tier")
-    for request in scheduler.attached.values():
-        if request.parent is None or request not in request.parent.siblings or request.parent.finished:
-            raise InternalError(f"{request!r} waits for a parent that does not know it")
-    scheduler.manager.check_invariants()

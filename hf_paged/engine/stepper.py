@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_paged.engine.beams import Beam, BeamGroup
+from hf_paged.engine.plan import Chunk, SchedulerOutput
 from hf_paged.engine.policy import SwapCost
 from hf_paged.engine.request import FinishReason, Request
-from hf_paged.engine.scheduler import Chunk, Scheduler, SchedulerOutput
+from hf_paged.engine.scheduler import Scheduler
 from hf_paged.model.runner import ModelRunner, Prepared
 from hf_paged.sampling.beams import log_probabilities
 from hf_paged.sampling.logprobs import Logprob, token_logprobs
@@ -113,15 +114,14 @@ class Stepper:
         """
         step = self._plan()
         events = [Event(request) for request in step.plan.ended]
-        if self._worker is None:
-            if step.plan.chunks:
-                events += self._take(step, self._execute(step))
-            return events
-        events += self.drain()
-        if step.plan.transfers or any(not chunk.request.finished for chunk in step.plan.chunks):
-            self._running = step, self._worker.submit(self._execute, step)
-        else:  # everybody in it has ended with the step before
+        if self._worker is not None:
+            events += self.drain()
+        if not step.plan.runs:  # there is nothing, or everybody in it has ended with the step before
             self.scheduler.update(step.plan, {})
+        elif self._worker is None:
+            events += self._take(step, self._execute(step))
+        else:
+            self._running = step, self._worker.submit(self._execute, step)
         return events
 
     def drain(self) -> list[Event]:

@@ -1,7 +1,7 @@
 """The manager that transformers' own calls for continuous batching drive, with an engine of ours inside.
 
-It turns stock's requests into submissions of an EngineLoop, and what the loop tells into stock's GenerationOutputs; it
-owns neither steps nor texts. ``continuous`` makes managers, ``transformers_serve`` uses them for HTTP requests.
+It turns stock's requests into submissions of an EngineLoop; what comes of them waits in its ``outbox``. It owns neither
+steps nor texts. ``continuous`` makes managers, ``transformers_serve`` uses them for HTTP requests.
 """
 
 from __future__ import annotations
@@ -11,57 +11,31 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import logging
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from hf_paged import compat
-from hf_paged.compat import GenerationConfig, GenerationOutput, RequestStatus
+from hf_paged.compat import GenerationConfig
 from hf_paged.config import EngineConfig
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.detokenizer import backend_of
 from hf_paged.engine.llm import LLM
 from hf_paged.engine.loop import EngineLoop
-from hf_paged.engine.outputs import CompletionOutput, RequestOutput
 from hf_paged.errors import ConfigError, EngineDeadError, InvalidRequestError, UnsupportedError
+from hf_paged.generation.outbox import GLANCE, Outbox, Queued
 from hf_paged.sampling.generation_config import sampling_params_from
 from hf_paged.sampling_params import SamplingParams
 
 logger = logging.getLogger("hf_paged")
 
-#: seconds between looks whether the loop still lives, for whoever waits for a result
-_GLANCE = 0.2
-
 #: those that somebody holds; models keep some for their next session
 _managers: weakref.WeakSet[Manager] = weakref.WeakSet()
-
-
-@dataclass(eq=False)
-class Queued:
-    """A request on its way: what it was given, and when the tokens of its ``n`` completions came.
-
-    ``parts`` are the ids of the completions: the request's own, then stock's names for its children.
-    """
-
-    name: str
-    prompt: list[int]
-    streaming: bool
-    record_timestamps: bool
-    n: int
-    created: float = field(default_factory=time.perf_counter)
-    ended: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.parts = [self.name, *(f"{self.name}__child#{i}" for i in range(self.n - 1))]
-        self.timestamps: list[list[float]] = [[] for _ in self.parts]
 
 
 class _ThreadStatus:
@@ -107,7 +81,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         logprobs: bool = False,
         made_for: Any = None,
     ) -> None:
-        if getattr(model, "_device_mesh", None) is not None:
+        if compat.is_split(model):
             raise UnsupportedError("the engine runs on one process, this model is split over several (tensor parallel)")
         self.model: Any = model
         self.config, self.salt, self.logprobs = config, salt, logprobs
@@ -120,12 +94,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         self._fault: BaseException | None = None
         self._started = self._stopped = False
         self._pauses, self._pausing = 0, threading.Lock()
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._requests: dict[str, Queued] = {}
-        self._handlers: dict[str, tuple[Callable[[Any], None], asyncio.AbstractEventLoop]] = {}
-        #: outputs that nobody has taken, by the id of their completion
-        self._results: dict[str, deque[Any]] = {}
+        self.outbox = Outbox()
         _managers.add(self)
 
     # -- the engine ----------------------------------------------------------------------------------------------
@@ -154,8 +123,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """What stop texts are found with from now on."""
-        if not hasattr(tokenizer, "_tokenizer"):
-            raise ConfigError(f"a fast transformers tokenizer is wanted, not {type(tokenizer).__name__}")
+        backend_of(tokenizer)  # raises where there is none
         frontend = self.engine().llm.frontend
         if frontend.tokenizer is None:
             frontend.tokenizer = tokenizer
@@ -345,23 +313,19 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
             refused, params = error, self.params_for(config, 1)  # raises unless it is this prompt's length
         if params.stop and loop.llm.frontend.tokenizer is None:
             raise ConfigError("stop_strings need a tokenizer to be found with: pass tokenizer=")
-        with self._changed:
-            name = self._new_name() if request_id is None else request_id
-            request = Queued(name, prompt, streaming, record_timestamps, params.n)
-            if name in self._requests:
-                raise InvalidRequestError(f"request id {name!r} is in use; ids must be unique while they run")
-            self._requests[name] = request
+        request = self.outbox.add(
+            request_id, prompt=prompt, streaming=streaming, record_timestamps=record_timestamps, n=params.n
+        )
         if refused is not None:
-            self._take(request, refused)
+            self.outbox.put(request, refused)
             return request
         try:
             loop.submit(
-                prompt, params, functools.partial(self._take, request), request_id=name, salt=self.salt,
+                prompt, params, functools.partial(self.outbox.put, request), request_id=request.name, salt=self.salt,
                 every_step=streaming or record_timestamps or params.n > 1,
             )  # fmt: skip
         except (EngineDeadError, InvalidRequestError):
-            with self._changed:
-                self._forget(request)
+            self.outbox.remove(request)
             raise
         return request
 
@@ -391,24 +355,9 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
 
     def discard(self, requests: Sequence[Queued]) -> None:
         """End requests and forget what they delivered."""
-        with self._changed:
-            for request in requests:
-                self._forget(request)
-                for part in request.parts:
-                    self._results.pop(part, None)
+        self.outbox.discard(requests)
         for request in requests:
             self.cancel_request(request.name)
-
-    def _forget(self, request: Queued) -> None:
-        """Take a request from those on their way, unless its id is another's by now; under the lock."""
-        if self._requests.get(request.name) is request:
-            del self._requests[request.name]
-
-    def _new_name(self) -> str:
-        """A name that no request, handler or waiting output has; under the lock."""
-        used = (self._requests, self._results, self._handlers)
-        names = (f"req_{number}" for number in self._numbers)
-        return next(name for name in names if not any(name in those for those in used))
 
     def params_for(self, config: GenerationConfig, prompt_length: int) -> SamplingParams:
         """What the engine makes of a request's config. Without any limit of length, the model's own is the limit.
@@ -444,33 +393,20 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
         None after ``timeout`` seconds, or when none can come: the engine was stopped, or no such request is on its way.
         Raises EngineDeadError, with the cause chained, when the engine has died and every output was taken.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while True:
-                name = next(iter(self._results), None) if request_id is None else request_id
-                waiting = None if name is None else self._results.get(name)
-                if waiting:
-                    found = waiting.popleft()
-                    if not waiting:
-                        del self._results[found.request_id]
-                    return found
-                left = _GLANCE if until is None else until - time.monotonic()
-                if left <= 0 or not self._may_come(request_id):
-                    return None
-                self._changed.wait(min(left, _GLANCE))
+        return self.outbox.take(request_id, timeout, lambda: self._may_come(request_id))
 
     def _may_come(self, request_id: str | None) -> bool:
         fault, loop = self.fault, self._loop
         if fault is not None:
             raise EngineDeadError(f"the engine's loop ended: {fault!r}") from fault
-        if request_id is not None and request_id.partition("__child#")[0] not in self._requests:
+        if request_id is not None and not self.outbox.is_known(request_id):
             return False
         return loop is not None and loop.is_alive
 
     def __iter__(self) -> Iterator[Any]:
         """Outputs as they come, for as long as the engine runs."""
-        while self.is_running() or self._results:
-            output = self.get_result(timeout=_GLANCE)
+        while self.is_running() or self.outbox.has_results:
+            output = self.get_result(timeout=GLANCE)
             if output is not None:
                 yield output
 
@@ -483,85 +419,7 @@ class Manager(compat.ContinuousBatchingManager):  # type: ignore[misc]
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Have a request's outputs passed to ``callback``, in the event loop that runs now; also those that came."""
-        loop = asyncio.get_running_loop()
-        with self._changed:
-            self._handlers[request_id] = callback, loop
-            for output in self._results.pop(request_id, ()):
-                self._hand_over(output)
-
-    def _take(self, request: Queued, item: RequestOutput | BaseException) -> None:
-        """In the engine's thread: what it tells of a request, as outputs of its completions."""
-        if isinstance(item, BaseException):
-            outputs = [self._failed(request, name, item) for name in request.parts]
-            over = True
-        else:
-            outputs = [self._output(request, part, item) for part in item.outputs if self._is_news(request, part)]
-            over = item.finished
-        with self._changed:
-            if over and self._requests.get(request.name) is request:
-                del self._requests[request.name]
-            elif self._requests.get(request.name) is not request:
-                return  # discarded
-            for output in outputs:
-                self._hand_over(output)
-
-    def _is_news(self, request: Queued, part: CompletionOutput) -> bool:
-        """Whether a completion has something to deliver; notes when its tokens came."""
-        times = request.timestamps[part.index]
-        fresh = len(part.token_ids) - len(times)
-        times.extend([time.perf_counter()] * fresh)
-        ended = part.finish_reason is not None
-        if part.index in request.ended or not (ended or (request.streaming and fresh)):
-            return False
-        if ended:
-            request.ended.add(part.index)
-        return True
-
-    def _output(self, request: Queued, part: CompletionOutput, output: RequestOutput) -> Any:
-        begun, error = output.metrics.first_scheduled_time, None
-        status = RequestStatus.DECODING if part.finish_reason is None else RequestStatus.FINISHED
-        if part.finish_reason in ("error", "abort"):
-            status, error = RequestStatus.FAILED, str(output.error or "the request was cancelled")
-        logprobs = zip(part.token_ids, part.logprobs or (), strict=False)
-        return GenerationOutput(
-            request_id=request.parts[part.index],
-            prompt_ids=request.prompt,
-            generated_tokens=part.token_ids,
-            logprobs=[found[token].logprob for token, found in logprobs if found is not None],
-            error=error,
-            status=status,
-            created_time=request.created,
-            lifespan=(
-                -1.0 if begun is None else request.created + (begun - output.metrics.arrival_time),
-                -1.0 if part.finish_reason is None else time.perf_counter(),
-            ),
-            timestamps=list(request.timestamps[part.index]) if request.record_timestamps else None,
-        )
-
-    def _failed(self, request: Queued, name: str, error: BaseException) -> Any:
-        return GenerationOutput(
-            request_id=name,
-            prompt_ids=request.prompt,
-            error=str(error),
-            status=RequestStatus.FAILED,
-            created_time=request.created,
-            lifespan=(-1.0, time.perf_counter()),
-        )
-
-    def _hand_over(self, output: Any) -> None:
-        """To whoever registered for it, else to the results that wait; under the lock, so that order is kept."""
-        handler = self._handlers.get(output.request_id)
-        if handler is None:
-            self._results.setdefault(output.request_id, deque()).append(output)
-            self._changed.notify_all()
-            return
-        if output.is_finished():
-            del self._handlers[output.request_id]
-        callback, loop = handler
-        try:
-            loop.call_soon_threadsafe(callback, output)
-        except RuntimeError:  # the handler's event loop is closed: nobody is waiting any more
-            logger.debug("an output came for a closed event loop")
+        self.outbox.call(request_id, callback, asyncio.get_running_loop())
 
 
 def managers() -> list[Manager]:

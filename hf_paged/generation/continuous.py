@@ -26,7 +26,8 @@ from hf_paged.cache.pool import free_memory
 from hf_paged.compat import GenerationConfig
 from hf_paged.config import CacheConfig, EngineConfig
 from hf_paged.errors import EngineDeadError
-from hf_paged.generation.batching_manager import Manager, Queued
+from hf_paged.generation.batching_manager import Manager
+from hf_paged.generation.outbox import Queued
 
 _STOCK_SCHEDULERS = ("fifo", "prefill_first")
 

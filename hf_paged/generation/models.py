@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,11 @@ from hf_paged import compat
 from hf_paged.config import CacheConfig
 from hf_paged.errors import ConfigError
 from hf_paged.generation.shared import SharedKV
-from hf_paged.model.runner import ModelRunner
 from hf_paged.model.weights import OptimizerHook, WeightsWatch
+
+if TYPE_CHECKING:
+    from hf_paged.engine.scheduler import Scheduler
+    from hf_paged.model.runner import ModelRunner
 
 
 @dataclass
@@ -76,8 +79,8 @@ class ModelKV:
         self._stock_masks: bool | None = None
         #: the engine's way into the model, once a call asked for it
         self.runner: ModelRunner | None = None
-        #: calls that run on the engine now
-        self.on_engine = 0
+        #: of the calls that run on the engine now
+        self.schedulers: list[Scheduler] = []
         #: why the engine cannot run the model, once that is known
         self.no_engine: str | None = None
 

@@ -127,13 +127,16 @@ def _generate(
     kv = call.kv
     assert kv is not None
     scheduler = Scheduler(
-        manager, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MAX_BATCHED_TOKENS, others=lambda: kv.on_engine > 1
+        manager,
+        max_num_seqs=_MAX_SEQS,
+        max_num_batched_tokens=_MAX_BATCHED_TOKENS,
+        others=lambda: any(other.running for other in kv.schedulers if other is not scheduler),
     )
     requests: list[Request] = []
     states: dict[str, SamplerState | Beam] = {}
     stepper = Stepper(scheduler, runner, states, shared=True)
     with kv.lock:
-        kv.on_engine += 1
+        kv.schedulers = [*kv.schedulers, scheduler]  # a new list: others may be going through the old one
     try:
         for i, row in enumerate(rows):
             request = Request(str(i), array("q", row), new_tokens, stop_token_ids=eos, namespace=namespace)
@@ -150,7 +153,7 @@ def _generate(
                 time.sleep(_WAIT_S)  # for blocks that another call is to give back
     finally:
         with kv.lock:
-            kv.on_engine -= 1
+            kv.schedulers = [other for other in kv.schedulers if other is not scheduler]
         for request in requests:
             scheduler.abort(request.request_id)
         if private is not None:

@@ -14,19 +14,18 @@ import contextvars
 import dataclasses
 import functools
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_paged.compat import GenerationConfig
+from hf_paged.engine.async_llm import call_in
+from hf_paged.engine.detokenizer import backend_of
 from hf_paged.engine.loop import Submission, Tell
 from hf_paged.engine.outputs import RequestOutput
-from hf_paged.errors import EngineDeadError, HfPagedError, InternalError, UnsupportedError
+from hf_paged.errors import EngineDeadError, HfPagedError, InternalError, InvalidRequestError, UnsupportedError
 from hf_paged.generation.batching_manager import Manager
 from hf_paged.sampling_params import SamplingParams
-
-logger = logging.getLogger("hf_paged")
 
 #: fields of OpenAI's APIs that change the answer, with the values that ask for nothing; the server knows no others
 _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
@@ -114,7 +113,7 @@ def _wrap_streaming(original: Callable[..., Any], utils: Any) -> Callable[..., A
         self._check_alive(request_id)
         tokenizer = getattr(processor, "tokenizer", processor)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        streamer = streamer_class(self._cb, request_id, tokenizer._tokenizer, loop, queue, response_parser)
+        streamer = streamer_class(self._cb, request_id, backend_of(tokenizer), loop, queue, response_parser)
         streamer.tokenizer = tokenizer
 
         def show(item: RequestOutput | BaseException) -> None:
@@ -194,9 +193,7 @@ def _submit(
             salt=manager.salt,
             **options,
         )
-    except ValueError as error:  # ours, or what transformers says about a value
-        raise _http(utils, error) from error
-    except EngineDeadError as error:
+    except (ValueError, EngineDeadError) as error:  # ours, or what transformers says about a value
         raise _http(utils, error) from error
 
 
@@ -221,8 +218,11 @@ def _params(manager: Manager, config: Any, prompt_length: int) -> SamplingParams
     for name in ("frequency_penalty", "presence_penalty", "seed"):
         if body.get(name) is not None:
             changes[name] = body[name]
-    if body.get("logit_bias") is not None and not config.sequence_bias:
-        changes["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
+    bias = body.get("logit_bias")
+    if bias is not None and not isinstance(bias, Mapping):
+        raise InvalidRequestError(f"logit_bias={bias!r} must be an object of token ids and numbers")
+    if bias is not None and not config.sequence_bias:
+        changes["logit_bias"] = {int(token): value for token, value in bias.items()}
     # an answer ends before its stop text here, unlike generate()'s
     return dataclasses.replace(manager.params_for(config, prompt_length), include_stop_str_in_output=False, **changes)
 
@@ -246,13 +246,7 @@ def _tell_reason(config: Any, output: RequestOutput) -> None:
 def _in(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None]) -> Tell:
     """``function`` for the engine's thread to call, but run in ``loop``."""
 
-    def tell(item: RequestOutput | BaseException) -> None:
-        try:
-            loop.call_soon_threadsafe(function, item)
-        except RuntimeError:  # the server's event loop is closed: nobody is waiting any more
-            logger.debug("an output came for a closed event loop")
-
-    return tell
+    return functools.partial(call_in, loop, function)
 
 
 def _ids_of(tokenizer: Any, ids: list[int], text: str) -> list[int]:

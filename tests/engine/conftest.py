@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.invariants import check_books
 from hf_paged.engine.scheduler import Scheduler
+from tests import zoo
+from tests.regressions.engine_helpers import tokenizer_of
 
 
 @pytest.fixture(autouse=True)
@@ -23,5 +27,17 @@ def _books_balance(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(EngineCore, "__init__", make_and_note)
     yield
     for scheduler in schedulers:
-        scheduler.manager.check_invariants()
-        assert scheduler.has_work or scheduler.manager.stats().owned_blocks == 0, "blocks are in use by nobody"
+        check_books(scheduler)
+        stats, alive = scheduler.manager.stats(), scheduler.unfinished
+        assert stats.num_tables == sum(r.table is not None for r in alive), "blocks are in use by nobody"
+        moved = sum(len(r.swapped.blocks) for r in alive if r.swapped is not None)
+        assert stats.host_blocks - stats.free_host_blocks == moved, "blocks of the host tier are in use by nobody"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that loads faster than the demo model."""
+    folder = tmp_path_factory.mktemp("model")
+    zoo.fresh("llama").save_pretrained(folder)
+    tokenizer_of().save_pretrained(folder)
+    return folder

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 
 from hf_paged.cache.block import SwapIn, SwapOut
 from hf_paged.cache.manager import KVCacheManager
+from hf_paged.engine.invariants import check_books
+from hf_paged.engine.plan import SchedulerOutput
 from hf_paged.engine.policy import NewTokenRatio
 from hf_paged.engine.request import FinishReason, Request
-from hf_paged.engine.scheduler import Scheduler, SchedulerOutput, check_books
+from hf_paged.engine.scheduler import Scheduler
 
 VOCAB = 50
 

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import zoo
-from tests.regressions.engine_helpers import tokenizer_of
+from tests.regressions.engine_helpers import run_program
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(name: str, *args: object, text: str = "") -> str:
     """The output of an example, which must succeed."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / name), *map(str, args)]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=200, env=environment)
+    done = run_program(EXAMPLES / name, *args, text=text)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in a folder that loads faster than the demo model."""
-    folder = tmp_path_factory.mktemp("model")
-    zoo.fresh("llama").save_pretrained(folder)
-    tokenizer_of().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

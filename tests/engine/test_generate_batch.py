@@ -266,7 +266,7 @@ def test_handlers_are_called_in_their_event_loop_whenever_they_register() -> Non
         manager.register_result_handler("early", early.append)
         manager.add_request(prompt, request_id="early", max_new_tokens=10, streaming=True)
         manager.add_request(prompt, request_id="late", max_new_tokens=10, streaming=True)
-        while manager.get_result("other", timeout=0.05) is None and "late" in manager._requests:
+        while manager.get_result("other", timeout=0.05) is None and "late" in manager.outbox._requests:
             await asyncio.sleep(0.02)
 
         def keep(output: Any) -> None:
@@ -278,7 +278,7 @@ def test_handlers_are_called_in_their_event_loop_whenever_they_register() -> Non
         await done
         for seen in (early, late):
             assert [o.generated_tokens for o in seen] == [want[: i + 1] for i in range(len(want))]
-        assert not manager._results and not manager._handlers
+        assert not manager.outbox._results and not manager.outbox._handlers
 
     with model.continuous_batching_context_manager() as manager:
         asyncio.run(asyncio.wait_for(work(manager), timeout=60))
@@ -364,7 +364,7 @@ def test_a_name_that_is_given_is_none_of_those_in_use() -> None:
     model = zoo.build("llama")
     with model.continuous_batching_context_manager(GenerationConfig(max_new_tokens=2)) as manager:
         manager.add_request([3, 4], request_id="req_0")
-        while manager._requests:
+        while manager.outbox._requests:
             time.sleep(0.01)
         assert manager.add_request([5, 6]) == "req_1", "an output of req_0 waits"
         assert manager.get_result("req_0").prompt_ids == [3, 4]
@@ -378,7 +378,7 @@ def test_an_id_that_is_refused_leaves_nothing_behind() -> None:
     with model.continuous_batching_context_manager(GenerationConfig(max_new_tokens=2)) as manager:
         with pytest.raises(hf_paged.InvalidRequestError, match="request_id=5"):
             manager.add_request([3, 4], request_id=5)
-        assert not manager._requests
+        assert not manager.outbox._requests
 
 
 def test_a_served_request_with_the_config_of_another_is_an_error_not_an_assertion() -> None:

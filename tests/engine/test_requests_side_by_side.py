@@ -88,6 +88,28 @@ def test_paged_calls_in_threads_wait_for_each_others_blocks() -> None:
         assert torch.equal(got[i], want[i])
 
 
+def test_calls_that_wait_for_nobody_fail_instead_of_waiting() -> None:
+    """Blocks that a user's own cache keeps do not come back, however many calls there are."""
+    model, errors = zoo.build("llama"), list[Exception]()
+    with registered(memory=None, num_blocks=20, prefix_caching=False):
+        kept = paged(model, ids(1, 50), max_new_tokens=4, return_dict_in_generate=True)
+
+        def work(i: int) -> None:
+            try:
+                paged(model, ids(1, 30, seed=i), max_new_tokens=20)
+            except hf_paged.OutOfBlocksError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+        assert len(errors) == 3
+        del kept
+
+
 @pytest.mark.parametrize(
     "criterion",
     [lambda tokens, scores: 1 / 0, lambda tokens, scores: None, lambda tokens, scores: torch.ones(3)],

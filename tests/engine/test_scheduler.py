@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
+from hf_paged.engine.invariants import check_books
 from hf_paged.engine.request import FinishReason, Request
-from hf_paged.engine.scheduler import check_books
 from hf_paged.errors import ConfigError, InvalidRequestError, OutOfBlocksError
 from tests.engine.fake import VOCAB, assert_as_alone, drive, make, one_step
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,7 @@ from hf_paged.cache.manager import KVCacheManager
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.stepper import Stepper
 from hf_paged.model.runner import ModelRunner
-from tests import zoo
-from tests.regressions.engine_helpers import tokenizer_of
+from tests.regressions.engine_helpers import run_program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
 TINY = ("--host-memory", "64KiB", "--threads", "1")
@@ -32,18 +30,8 @@ def program() -> Any:
     return module
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    zoo.fresh("llama").save_pretrained(folder)
-    tokenizer_of().save_pretrained(folder)
-    return folder
-
-
 def run(*args: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    return run_program(PROGRAM, *args)
 
 
 def test_a_soak_of_a_tiny_model_passes(tiny: Path) -> None:

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hf_paged.engine.invariants import check_books
+from hf_paged.engine.plan import SchedulerOutput
 from hf_paged.engine.request import FinishReason, Request
-from hf_paged.engine.scheduler import SchedulerOutput, check_books
 from hf_paged.errors import OutOfBlocksError
 from tests.engine.fake import VOCAB, Driver, alone, assert_as_alone, make
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,3 +146,10 @@ def says(tokenizer: Any, pieces: Sequence[str], prompt_length: int, **options: A
         return [script[len(row) - prompt_length]]
 
     return SamplingParams(temperature=0, max_tokens=len(script), prefix_allowed_tokens_fn=allowed, **options)
+
+
+def run_program(path: Path, *args: object, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a Python file as a user would, with ``text`` to read."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(path), *map(str, args)]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=280, env=environment)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_paged import LLM, SamplingParams
+from hf_paged.engine.invariants import check_books
 from hf_paged.engine.request import Status
-from hf_paged.engine.scheduler import check_books
 from tests import zoo
 from tests.engine.test_llm_parity import alone, check_clean, prompts
 from tests.engine.test_scheduler import POLICIES
