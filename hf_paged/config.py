@@ -160,6 +160,8 @@ class EngineConfig:
             is estimated to take less time. The output is the same.
         host_memory: bytes of main memory for the host tier. None: none on a CPU under "auto", where the pool might as
             well be larger; else as much as the pool has, at most 4 GiB.
+        checkpoint_memory: bytes for states of recurrent layers, kept so that later requests can go on from them; only
+            for models that have such layers. None: 512 MiB, or a quarter of the pool if that is more.
         overlap: plan the next step and handle the last one's results while a step runs. The output is the same. None:
             where the model runs on an accelerator.
         dtype: to load a model in, when it is named and not given; None for what its checkpoint holds.
@@ -175,6 +177,7 @@ class EngineConfig:
     policy: str = "fcfs"
     preemption: str = "auto"
     host_memory: int | str | None = None
+    checkpoint_memory: int | str | None = None
     overlap: bool | None = None
     prefix_caching: bool = True
     attention_backend: str = "auto"
@@ -194,6 +197,9 @@ class EngineConfig:
             object.__setattr__(self, "host_memory", parse_size(self.host_memory, name="host_memory"))
             if self.preemption == "recompute":
                 raise ConfigError('host_memory has no use with preemption="recompute"; leave one of the two out')
+        if self.checkpoint_memory is not None:
+            memory = parse_size(self.checkpoint_memory, name="checkpoint_memory")
+            object.__setattr__(self, "checkpoint_memory", memory)
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap={self.overlap!r} must be True, False or None")
         if self.seed is not None and not _is_int(self.seed):

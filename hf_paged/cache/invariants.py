@@ -58,6 +58,7 @@ def check(pool: BlockPool, tree: RadixTree, held: Iterable[Sequence[int]]) -> No
         if tree.claimed(block) and not cache_refs[block]:
             raise InternalError(f"the tree claims {tree.claimed(block)} tokens of block {block} without storing it")
     tree.queue.check_invariants(tree.nodes())
+    tree.checkpoints.check_invariants(tree.nodes())
 
 
 def check_table(table: BlockTable, blocks: Sequence[int], tree: RadixTree) -> None:

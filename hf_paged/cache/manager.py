@@ -15,13 +15,23 @@ from hf_paged.cache import invariants
 from hf_paged.cache.block import BlockCopy, FreeList, SwapIn, SwapOut, Transfer, num_blocks_for
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
+from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.eviction import LRU, EvictionPolicy
 from hf_paged.cache.radix_tree import Namespace, RadixTree
 from hf_paged.cache.records import CacheStats, PrefixMatch, SwappedTable, as_token_array, check_namespace
 from hf_paged.cache.specs import FULL_GROUP, FullAttentionSpec, LayerGroup
 from hf_paged.errors import ConfigError, InternalError, InvalidRequestError, OutOfBlocksError
 
-__all__ = ["BlockCopy", "BlockTable", "CacheStats", "KVCacheManager", "Namespace", "PrefixMatch", "SwappedTable"]
+__all__ = [
+    "BlockCopy",
+    "BlockTable",
+    "CacheStats",
+    "Checkpoint",
+    "KVCacheManager",
+    "Namespace",
+    "PrefixMatch",
+    "SwappedTable",
+]
 
 
 class KVCacheManager:
@@ -34,6 +44,8 @@ class KVCacheManager:
         max_cached_blocks: soft cap on blocks that only the tree keeps, applied after commit and free.
         policy: order of eviction.
         host_blocks: blocks of the host tier that whole sequences can be moved to.
+        max_checkpoints: states of recurrent layers to keep, for models that have such: then a stored prefix is found
+            only as far as one of them. None for models whose tokens are all in blocks.
 
     Copies. ``append`` returns copies when a sequence is about to write into a block that others read. Execute them in
     the order returned, before the writes of that step, and before the copies of a later call. Then no copy reads a
@@ -53,6 +65,7 @@ class KVCacheManager:
         max_cached_blocks: int | None = None,
         policy: EvictionPolicy | None = None,
         host_blocks: int = 0,
+        max_checkpoints: int | None = None,
     ) -> None:
         if max_cached_blocks is not None and max_cached_blocks < 0:
             raise ConfigError(f"max_cached_blocks is {max_cached_blocks}: use None for no cap, 0 to keep nothing idle")
@@ -62,7 +75,8 @@ class KVCacheManager:
         self.max_cached_blocks = max_cached_blocks
         self.groups = (LayerGroup(FULL_GROUP, FullAttentionSpec(block_size)),)
         self._pool = BlockPool(num_blocks)
-        self._tree = RadixTree(self._pool, block_size, policy if policy is not None else LRU())
+        self.keeps_states = prefix_caching and max_checkpoints is not None
+        self._tree = RadixTree(self._pool, block_size, policy if policy is not None else LRU(), max_checkpoints or 0)
         # Weak references, so that a forgotten table or match does not keep its blocks. Their callbacks run at any
         # point of any thread, hence only note the death; the next call collects the blocks (see _reap).
         self._tables: dict[weakref.ref[BlockTable], list[int]] = {}
@@ -99,9 +113,13 @@ class KVCacheManager:
         key = as_token_array(tokens if max_tokens is None else tokens[:max_tokens])
         with self.lock:
             self._reap()
-            num_tokens, blocks, _ = self._tree.match(namespace, key, touch)
+            num_stored, blocks, node = self._tree.match(namespace, key, touch)
+            num_tokens, checkpoint = num_stored, None
+            if self.keeps_states:
+                num_tokens, checkpoint = self._tree.last_checkpoint(node, num_stored, touch)
+                del blocks[num_blocks_for(num_tokens, self.block_size) :]
             self._pool.incref(blocks)
-            match = PrefixMatch(num_tokens, tuple(blocks), namespace)
+            match = PrefixMatch(num_tokens, tuple(blocks), namespace, num_stored, checkpoint)
             self._pins[weakref.ref(match, self._dead.append)] = match.blocks
             if record:
                 self._queries += 1
@@ -154,12 +172,15 @@ class KVCacheManager:
                 table.namespace = match.namespace
             return self._register(table)
 
-    def commit(self, namespace: Namespace, tokens: Sequence[int], table: BlockTable) -> int:
+    def commit(
+        self, namespace: Namespace, tokens: Sequence[int], table: BlockTable, checkpoint: Checkpoint | None = None
+    ) -> int:
         """Store the first ``len(tokens)`` tokens of a table for reuse; returns how many the tree did not have.
 
         ``tokens`` are what the table holds from position 0, all of them computed. The table stays as it is and may
         go on appending: beyond the stored tokens it writes in place while it is the only sequence using its last
         block. Takes time in proportion to ``len(tokens)``: store after a prefill chunk and at the end, not every step.
+        ``checkpoint`` is the state of recurrent layers behind ``tokens``.
 
         Raises:
             InvalidRequestError: more tokens than the table has.
@@ -175,7 +196,10 @@ class KVCacheManager:
                 raise InvalidRequestError(f"{len(tokens)} tokens committed of a table of {table.num_tokens}")
             if table.namespace is not None and table.namespace != namespace:
                 raise InternalError(f"a table with content of {table.namespace} was committed to {namespace}")
-            added = self._tree.insert(namespace, as_token_array(tokens), table.blocks)
+            key = as_token_array(tokens)
+            added = self._tree.insert(namespace, key, table.blocks)
+            if checkpoint is not None and len(key):
+                self._tree.keep_checkpoint(namespace, key, checkpoint)
             if len(tokens):
                 table.namespace = namespace
             self._trim()
@@ -380,6 +404,7 @@ class KVCacheManager:
                 hit_tokens=self._hit_tokens,
                 evicted_blocks=self._evicted,
                 cow_copies=self._cow_copies,
+                num_checkpoints=len(self._tree.checkpoints),
                 host_blocks=self._host.num_blocks - 1,
                 free_host_blocks=self._host.size,
             )

@@ -23,7 +23,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from hf_paged.cache.block import num_blocks_for
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.checkpoints import Checkpoint, CheckpointBook
 from hf_paged.cache.eviction import NOWHERE, EvictionPolicy, LeafQueue
+from hf_paged.errors import InternalError
 
 Namespace = tuple[Hashable, ...]
 
@@ -67,7 +69,7 @@ class RadixNode:
         self.lock_ref = 0
         self.last_access = 0
         self.hit_count = 0
-        self.state: object | None = None
+        self.state: Checkpoint | None = None
         self.queued = NOWHERE
         self.removed = False
         self.namespace: Namespace | None = None
@@ -102,8 +104,9 @@ def common_prefix(a: array[int], b: array[int], offset: int) -> int:
 class RadixTree:
     """Prefix trees, one root per namespace, over the blocks of one pool. Not thread-safe; the manager locks."""
 
-    def __init__(self, pool: BlockPool, block_size: int, policy: EvictionPolicy) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, policy: EvictionPolicy, max_checkpoints: int = 0) -> None:
         self.block_size = block_size
+        self.checkpoints = CheckpointBook(max_checkpoints)
         self.num_nodes = 0
         self.roots: dict[Namespace, RadixNode] = {}
         #: nodes removed by drop() while locked; their locks still hold blocks
@@ -152,6 +155,27 @@ class RadixTree:
                 break
             blocks += node.blocks
         return matched, blocks, node
+
+    def last_checkpoint(
+        self, node: RadixNode | None, matched: int, touch: bool = True
+    ) -> tuple[int, Checkpoint | None]:
+        """The longest part of a match, as ``match`` returned it, that ends in a checkpoint: its length, and that."""
+        while node is not None and (node.end > matched or node.state is None):
+            node = node.parent
+        if node is None:
+            return 0, None
+        if touch:
+            self.checkpoints.touch(node)
+        return node.end, node.state
+
+    def keep_checkpoint(self, namespace: Namespace, tokens: array[int], checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint behind ``tokens``, which must be stored."""
+        matched, _, node = self.match(namespace, tokens)
+        if node is None or matched < len(tokens):
+            raise InternalError(f"a checkpoint behind {len(tokens)} tokens, of which {matched} are stored")
+        if node.end > matched:
+            node = self._split(node, matched - node.start)
+        self.checkpoints.put(node, checkpoint)
 
     def insert(self, namespace: Namespace, tokens: array[int], blocks: Sequence[int]) -> int:
         """Store ``tokens``, held by ``blocks`` (logical index 0 first); returns how many tokens were new.
@@ -259,6 +283,7 @@ class RadixTree:
                 for block in node.blocks:
                     self._uncache(block)
                 self.num_nodes -= 1
+                self.checkpoints.remove(node)
                 node.children = {}
                 node.removed = True
                 if node.lock_ref:
@@ -318,13 +343,14 @@ class RadixTree:
         """Forget the tokens of a leaf for which there is no block any more."""
         end = (leaf.start // self.block_size + len(leaf.blocks)) * self.block_size
         del leaf.tokens[end - leaf.start :]
-        leaf.state = None
+        self.checkpoints.remove(leaf)
 
     def _remove(self, leaf: RadixNode) -> None:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]
         leaf.removed = True
+        self.checkpoints.remove(leaf)
         self.num_nodes -= 1
         if parent.children:
             return

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.radix_tree import Namespace
 from hf_paged.errors import ConfigError, InvalidRequestError
 
@@ -22,11 +23,15 @@ class PrefixMatch:
         num_tokens: length of the prefix in tokens.
         blocks: physical ids that hold it, logical index 0 first; the last one may hold more than the prefix.
         namespace: where it was found.
+        num_stored: tokens that are stored; more than ``num_tokens`` where the rest cannot be gone on from.
+        checkpoint: the state of recurrent layers behind the prefix, where the manager keeps such.
     """
 
     num_tokens: int
     blocks: tuple[int, ...]
     namespace: Namespace
+    num_stored: int = 0
+    checkpoint: Checkpoint | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +57,7 @@ class CacheStats:
         queries, lookup_tokens, hit_tokens: recorded matches, tokens that could have been hit, tokens that were.
         evicted_blocks: freed by eviction (for space or for max_cached_blocks).
         cow_copies: blocks copied because a sequence wrote into shared ones.
+        num_checkpoints: states of recurrent layers that are kept.
         host_blocks, free_host_blocks: size of the host tier, and how much of it is free.
     """
 
@@ -70,6 +76,7 @@ class CacheStats:
     hit_tokens: int
     evicted_blocks: int
     cow_copies: int
+    num_checkpoints: int = 0
     host_blocks: int = 0
     free_host_blocks: int = 0
 

@@ -36,6 +36,8 @@ from hf_paged.sampling_params import SamplingParams
 
 #: the host tier's share when its user named no size
 _MAX_HOST_BYTES = 4 << 30
+#: what states of recurrent layers may take when their user named no size, or a quarter of the pool if that is more
+_LEAST_CHECKPOINT_BYTES = 512 << 20
 #: how fast blocks move between an accelerator and main memory, and within main memory
 _BYTES_PER_SECOND = {"cuda": 12e9, "cpu": 4e9}
 
@@ -72,8 +74,9 @@ class EngineCore:
         self.manager = KVCacheManager(
             self.runner.num_blocks,
             cache.block_size,
-            prefix_caching=config.prefix_caching and not self.runner.recurrent,
+            prefix_caching=config.prefix_caching and self.runner.continues,
             host_blocks=host_blocks,
+            max_checkpoints=self._max_checkpoints() if self.runner.recurrent else None,
         )
         speed = _BYTES_PER_SECOND["cpu" if on_cpu else "cuda"]
         self.cost = SwapCost(bytes_per_block // cache.block_size, speed)
@@ -83,7 +86,8 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self._max_model_len(),
             policy=config.policy,
-            whole_prompts=self.runner.recurrent,
+            whole_prompts=not self.runner.continues,
+            stateful=self.runner.recurrent,
             preemption=config.preemption,
             swap_pays=self.cost.pays,
         )
@@ -124,6 +128,14 @@ class EngineCore:
         if on_cpu and config.preemption == "auto":
             return 0
         return max(1, min(self.runner.num_blocks * bytes_per_block, _MAX_HOST_BYTES) // bytes_per_block)
+
+    def _max_checkpoints(self) -> int:
+        """States to keep; see EngineConfig.checkpoint_memory."""
+        memory = self.config.checkpoint_memory
+        if memory is None:
+            memory = max(_LEAST_CHECKPOINT_BYTES, self.runner.pool.num_blocks * self.runner.pool.bytes_per_block // 4)
+        assert isinstance(memory, int)
+        return memory // max(1, self.runner.state_bytes)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -291,12 +303,18 @@ class EngineCore:
         if request.forked:
             return "its prompt was computed once, with the request's first completion"
         if not self.manager.prefix_caching:
-            recurrent = self.runner.recurrent
-            return "the model keeps state that is not in blocks" if recurrent else "prefix_caching is off"
+            if self.runner.continues:
+                return "prefix_caching is off"
+            return "the model keeps state that is not in blocks, and computes a prompt only in one piece"
         if found == length - 1:
             return "all but the last token, which has to be computed to have logits"
         if request.scores_prompt:
             return "log-probabilities of the prompt are wanted, so all of it was computed"
+        if request.num_stored > found:
+            return (
+                f"{request.num_stored} tokens were stored, but the state of recurrent layers that belongs to them only "
+                f"behind token {found}"
+            )
         elsewhere = self.manager.longest_elsewhere(request.namespace, request.prompt)
         if elsewhere > found:
             return f"{elsewhere} tokens are stored for other weights, settings or another salt, where they do not count"

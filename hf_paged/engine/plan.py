@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_paged.cache.block import Transfer
+from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.engine.request import Request
 
 
@@ -18,7 +19,8 @@ class Chunk:
 
     ``blocks`` are its physical blocks, logical index 0 first, enough for ``start + count`` tokens. With ``samples`` the
     last position's logits give the next token, and the first of each request in ``also``, which go on from a copy of
-    its table. With ``scores`` the logits of all its positions are wanted.
+    its table. With ``scores`` the logits of all its positions are wanted. Where requests have a state besides blocks,
+    it goes on from that in ``resumes``, if there is one, and leaves a copy of its own in ``keeps``.
     """
 
     request: Request
@@ -29,6 +31,8 @@ class Chunk:
     also: tuple[Request, ...] = ()
     scores: bool = False
     residency: int = 0
+    resumes: Checkpoint | None = None
+    keeps: Checkpoint | None = None
 
     @property
     def key(self) -> str:
@@ -54,13 +58,15 @@ class Chunk:
 class SchedulerOutput:
     """One step. ``transfers`` have to be executed, in order, before anything is written. ``ended`` are requests that
     could not go on and ended with an error while the step was planned. ``moves`` are ids of requests, source and
-    target, whose state besides blocks is to be copied, all at once, before anything else."""
+    target, whose state besides blocks is to be copied, all at once, before anything else; ``saves`` are ids of requests
+    that have ended, and where to put their states, before those of the chunks are used."""
 
     step: int
     chunks: tuple[Chunk, ...]
     transfers: tuple[Transfer, ...]
     ended: tuple[Request, ...]
     moves: tuple[tuple[str, str], ...] = ()
+    saves: tuple[tuple[str, Checkpoint], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -69,14 +75,16 @@ class SchedulerOutput:
     @property
     def runs(self) -> bool:
         """Whether there is anything to do: chunks of requests that have not ended since, or what others rely on."""
-        return bool(self.transfers or self.moves) or any(not chunk.request.finished for chunk in self.chunks)
+        return bool(self.transfers or self.moves or self.saves) or any(
+            not chunk.request.finished for chunk in self.chunks
+        )
 
 
 class Plan:
-    """A step in the making."""
+    """A step in the making. With ``keeps_states`` every piece of a prompt leaves a checkpoint."""
 
-    def __init__(self, budget: int, under_way: Iterable[SchedulerOutput] = ()) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, under_way: Iterable[SchedulerOutput] = (), *, keeps_states: bool = False) -> None:
+        self.budget, self._keeps_states = budget, keeps_states
         self.chunks: dict[str, Chunk] = {}
         self.transfers: list[Transfer] = []
         self.ended: list[Request] = []
@@ -92,8 +100,8 @@ class Plan:
             self.reserved = sum(max(0, expected(r) - len(r.table.blocks)) for r in running if r.table is not None)
         return self.reserved
 
-    def add(self, request: Request, count: int) -> None:
-        """Let a request that has room for them compute ``count`` more tokens."""
+    def add(self, request: Request, count: int, resumes: Checkpoint | None = None) -> None:
+        """Let a request that has room for them compute ``count`` more tokens, from a checkpoint if one is given."""
         assert request.table is not None
         self.budget -= count
         start = request.num_computed + request.num_in_flight
@@ -109,6 +117,8 @@ class Plan:
             tuple(request.siblings) if forks else (),
             request.scores_prompt and max(request.num_scored, start) < len(request.prompt) - 1,
             request.residency,
+            resumes,
+            Checkpoint() if self._keeps_states and (count > 1 or not samples) else None,
         )
         if count > 1:
             self.prompts.append(chunk)

@@ -64,6 +64,7 @@ class Request:
         num_in_flight: tokens after those that a step under way computes.
         num_pending: tokens, 0 or 1, that a step under way samples.
         num_cached: tokens of the prompt that were found in the cache when it was first admitted.
+        num_stored: tokens that were stored when it was last admitted, whether or not it could go on from there.
         table: its blocks while it is running.
         swapped: what it has in the host tier while it waits to go on.
         residency: how often it has had blocks; tells a step's result for blocks it gave back from a present one.
@@ -96,6 +97,7 @@ class Request:
     num_in_flight: int = 0
     num_pending: int = 0
     num_cached: int = -1
+    num_stored: int = 0
     table: BlockTable | None = None
     swapped: SwappedTable | None = None
     residency: int = 0

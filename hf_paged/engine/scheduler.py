@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_paged.cache.block import num_blocks_for
+from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.radix_tree import Namespace, common_prefix
 from hf_paged.engine.plan import Chunk, Plan, SchedulerOutput
@@ -58,6 +59,7 @@ class Scheduler:
         max_model_len: tokens a sequence may have, or None.
         policy: "fcfs", "lpm" or "priority".
         whole_prompts: never split a prompt over steps, even past the budget (models that compute it only in one piece).
+        stateful: requests have a state besides blocks, which the runner keeps.
         preemption: how a request gives way: "recompute" forgets what it has computed, "swap" moves it to the manager's
             host tier while that has room, "auto" swaps when ``swap_pays()``.
         others: whether somebody else holds blocks of the manager and will give them back, so that a request that does
@@ -73,6 +75,7 @@ class Scheduler:
         max_model_len: int | None = None,
         policy: str = "fcfs",
         whole_prompts: bool = False,
+        stateful: bool = False,
         preemption: str = "recompute",
         swap_pays: Callable[[], bool] = lambda: True,
         others: Callable[[], bool] = lambda: False,
@@ -82,7 +85,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.whole_prompts = whole_prompts
+        self.whole_prompts, self.stateful = whole_prompts, stateful
         self.policy: Policy = policy_named(policy)
         self.running: list[Request] = []
         self.waiting: dict[str, Request] = {}
@@ -90,6 +93,7 @@ class Scheduler:
         self.attached: dict[str, Request] = {}
         self._under_way: dict[int, SchedulerOutput] = {}
         self._moves: list[tuple[str, str]] = []
+        self._saves: list[tuple[str, Checkpoint]] = []
         self.ratio = NewTokenRatio()
         self.step = 0
         self._arrivals = 0
@@ -195,7 +199,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. The plan may be empty when nothing can run; ``ended`` then says why not."""
         self.step += 1
-        plan = Plan(self.max_num_batched_tokens, self._under_way.values())
+        plan = Plan(self.max_num_batched_tokens, self._under_way.values(), keeps_states=self.manager.keeps_states)
         with self.manager.lock:
             self._continue_running(plan)
             if not plan.preempted:
@@ -215,9 +219,15 @@ class Scheduler:
             chunk.request.num_in_flight += chunk.count
             chunk.request.num_pending += chunk.samples
         output = SchedulerOutput(
-            self.step, tuple(plan.chunks.values()), tuple(plan.transfers), tuple(plan.ended), tuple(self._moves)
+            self.step,
+            tuple(plan.chunks.values()),
+            tuple(plan.transfers),
+            tuple(plan.ended),
+            tuple(self._moves),
+            tuple(self._saves),
         )
         self._moves.clear()
+        self._saves.clear()
         if output.chunks:
             self._under_way[output.step] = output
         return output
@@ -265,7 +275,7 @@ class Scheduler:
             computed = [beams[p].num_computed for p, _ in origins]
             for beam, (parent, _), table, own, count in zip(beams, origins, forks, tokens, computed, strict=True):
                 self._release(beam)
-                if self.whole_prompts and table is not None and beams[parent] is not beam:
+                if self.stateful and table is not None and beams[parent] is not beam:
                     self._moves.append((beams[parent].request_id, beam.request_id))
                 beam.tokens, beam.stalled = own, False
                 if table is not None and beam.status is Status.WAITING:
@@ -278,6 +288,10 @@ class Scheduler:
     def forget_steps(self) -> None:
         """No step under way will ever be known; requests that were in one cannot go on."""
         self._under_way.clear()
+        self._moves.clear()
+        self._saves.clear()
+        if self.manager.keeps_states:
+            self.manager.clear()  # some of the states that it knows of were never kept
 
     def _computed(self, chunk: Chunk) -> None:
         request = chunk.request
@@ -287,7 +301,7 @@ class Scheduler:
         request.num_in_flight -= chunk.count
         self._stats.computed_tokens += chunk.count
         if chunk.count > 1 or not chunk.samples:
-            self._store(request)  # every piece of a prompt at once, so that siblings find it
+            self._store(request, chunk.keeps)  # every piece of a prompt at once, so that siblings find it
 
     def _fork(self, chunk: Chunk, resident: bool) -> list[Request]:
         """Let siblings go on from the table of the request whose prompt is computed, as many as may run; returns them.
@@ -369,10 +383,13 @@ class Scheduler:
         return request.num_tokens + request.num_pending >= longest
 
     def _count(self, request: Request, budget: int) -> int:
-        missing = request.num_missing
+        missing, start = request.num_missing, request.num_planned
         if self.whole_prompts and missing > 1:
             return missing if budget > 0 else 0
-        return min(missing, budget)
+        count = min(missing, budget)
+        if self.manager.keeps_states and start + self.manager.block_size <= request.num_stored < start + count:
+            return request.num_stored - start  # it parts here from what is stored; others will, too
+        return count
 
     def _give_room(self, request: Request, count: int, plan: Plan) -> bool:
         """Blocks for ``count`` more tokens of a running request, taken from others if need be. False: it gave way."""
@@ -483,7 +500,7 @@ class Scheduler:
             record=False,
         )
         # The match is pinned, so what it holds counts neither as free nor as evictable.
-        swapped, found = request.swapped, match.num_tokens
+        swapped, found, checkpoint = request.swapped, match.num_tokens, match.checkpoint
         if swapped is not None:
             found = found - found % size if found < swapped.num_tokens else found
         expected = plan.reserved_for(self.running, self._expected_blocks) + self._missing_blocks(request, found)
@@ -493,6 +510,8 @@ class Scheduler:
             return False
         if not self.running and self._missing_blocks(request, found) > manager.num_available_blocks:
             found -= found % size  # without the copy of a block shared in part, it may fit after all
+            if checkpoint is not None and found < match.num_tokens:
+                found, checkpoint = 0, None
         apart = []
         for sibling in request.siblings:
             more = self._expected_blocks(sibling) - len(request.prompt) // size
@@ -512,10 +531,10 @@ class Scheduler:
         if swapped is not None:
             if found < swapped.num_tokens:
                 plan.transfers += manager.swap_in(swapped, table)
-                request.num_computed = swapped.num_tokens
+                request.num_computed, checkpoint = swapped.num_tokens, None
             manager.discard(swapped)
             request.swapped = None
-        request.table, request.status = table, Status.RUNNING
+        request.table, request.status, request.num_stored = table, Status.RUNNING, match.num_stored
         count = self._count(request, plan.budget)
         self._append(request, count, plan)
         del self.waiting[request.request_id]
@@ -524,7 +543,7 @@ class Scheduler:
             request.num_cached, request.scheduled_at = found, time.monotonic()
         self.running.append(request)
         plan.reserved = None
-        plan.add(request, count)
+        plan.add(request, count, checkpoint)
         return True
 
     def _reusable(self, request: Request) -> int:
@@ -568,16 +587,26 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.running.remove(request)
             if reason is not FinishReason.ERROR:
-                self._store(request)  # the next turn of a chat begins with it
+                self._store(request, self._save(request))  # the next turn of a chat begins with it
         else:
             self.waiting.pop(request.request_id, None)
         self._release(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         self._stats.finished += 1
 
-    def _store(self, request: Request) -> None:
+    def _store(self, request: Request, checkpoint: Checkpoint | None = None) -> None:
         if request.table is not None and request.num_computed:
-            self.manager.commit(request.namespace, request.tokens[: request.num_computed], request.table)
+            tokens = request.tokens[: request.num_computed]
+            self.manager.commit(request.namespace, tokens, request.table, checkpoint)
+
+    def _save(self, request: Request) -> Checkpoint | None:
+        """Order the state that a request ends with. None where a step under way takes it further than its end, or gives
+        it to another beam."""
+        if not self.manager.keeps_states or request.num_in_flight or request.lockstep or not request.num_computed:
+            return None
+        checkpoint = Checkpoint()
+        self._saves.append((request.request_id, checkpoint))
+        return checkpoint
 
     def _release(self, request: Request) -> None:
         """The one place where what a request holds is given back."""

@@ -161,7 +161,8 @@ class Stepper:
                 scored.append((chunk, end - chunk.count, self._alternatives(chunk.request)))
         keep = self.scheduler.stateful_ids() if self.runner.recurrent else ()
         transfers = () if self._shared else plan.transfers
-        return _Step(plan, self.runner.prepare(plan.chunks, transfers, keep, plan.moves), rows, scored)
+        prepared = self.runner.prepare(plan.chunks, transfers, keep, plan.moves, plan.saves)
+        return _Step(plan, prepared, rows, scored)
 
     def _alternatives(self, request: Request) -> int:
         params = self.samplers[request.request_id].params

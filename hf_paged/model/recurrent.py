@@ -8,10 +8,13 @@ known here: tensors are stacked along their first dimension, everything else is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+#: of one sequence: layer index -> a stock layer with one row
+State = dict[int, Any]
 
 
 def stacked(layers: Sequence[Any]) -> Any:
@@ -28,13 +31,29 @@ def rows_of(layer: Any, count: int) -> list[Any]:
     """A layer for each of the ``count`` rows of ``layer``."""
     if count == 1:
         return [layer]
-    rows = []
-    for i in range(count):
-        row = copy.copy(layer)
-        for name, value in vars(layer).items():
-            setattr(row, name, _row(value, i))
-        rows.append(row)
-    return rows
+
+    def row(i: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda tensor: tensor[i : i + 1].clone()
+
+    return [_with_tensors(layer, row(i)) for i in range(count)]
+
+
+def cloned(state: State) -> State:
+    """A state of its own that begins as ``state`` is now."""
+    return {layer_idx: _with_tensors(layer, torch.Tensor.clone) for layer_idx, layer in state.items()}
+
+
+def num_bytes(state: State) -> int:
+    """What a state takes."""
+    sizes: list[int] = []
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    for layer in state.values():
+        _with_tensors(layer, count)
+    return sum(sizes)
 
 
 def _stack(values: Sequence[Any]) -> Any:
@@ -46,9 +65,17 @@ def _stack(values: Sequence[Any]) -> Any:
     return first
 
 
-def _row(value: Any, i: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[i : i + 1].clone()
-    if isinstance(value, dict):
-        return {key: _row(inner, i) for key, inner in value.items()}
-    return value
+def _with_tensors(layer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a layer with each of its tensors changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        if isinstance(value, dict):
+            return {key: changed(inner) for key, inner in value.items()}
+        return copy.copy(value) if isinstance(value, list) else value
+
+    found = copy.copy(layer)
+    for name, value in vars(layer).items():
+        setattr(found, name, changed(value))
+    return found

@@ -6,7 +6,6 @@ steps: all it needs is in the SchedulerOutput. The engine's core calls it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
@@ -26,11 +25,12 @@ from hf_paged import compat
 from hf_paged.attention import interface, registry
 from hf_paged.attention.metadata import AttentionMetadata, LayerKV, LayerSpec
 from hf_paged.cache.block import BlockCopy, SwapOut, Transfer
+from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
-from hf_paged.model.recurrent import rows_of, stacked
+from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, view_of
 
 logger = logging.getLogger("hf_paged")
@@ -46,7 +46,8 @@ _PROBE_LENGTHS = (7, 4)
 class Work(Protocol):
     """One request's part of a step: token ids at positions ``start : start + count``, and its blocks. ``key`` is the
     same for all parts of a request; ``forks`` are the keys of requests that will go on from where it ends. The logits
-    of its last ``num_logits`` positions are wanted."""
+    of its last ``num_logits`` positions are wanted. ``resumes`` holds the state it goes on from, where that is not its
+    own; a copy of the state behind it goes to ``keeps``."""
 
     @property
     def key(self) -> str: ...
@@ -62,6 +63,10 @@ class Work(Protocol):
     def token_ids(self) -> Sequence[int]: ...
     @property
     def forks(self) -> Sequence[str]: ...
+    @property
+    def resumes(self) -> Checkpoint | None: ...
+    @property
+    def keeps(self) -> Checkpoint | None: ...
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,15 @@ class Prepared:
     positions int64 ``[tokens]``, and the indices of the tokens whose logits are wanted, int64.
 
     ``transfers`` come first, in order. ``keep`` are the keys of all requests that have a state besides blocks, and
-    ``moves`` keys, source and target, between which such states are copied before.
+    ``moves`` keys, source and target, between which such states are copied before; those of the keys in ``saves`` go to
+    the checkpoints there, before.
     """
 
     work: Sequence[Work]
     transfers: Sequence[Transfer] = ()
     keep: Collection[str] = ()
     moves: Sequence[tuple[str, str]] = ()
+    saves: Sequence[tuple[str, Checkpoint]] = ()
     packed: tuple[Step, torch.Tensor, torch.Tensor] | None = None
 
 
@@ -90,6 +97,8 @@ class _Probe:
     blocks: Sequence[int]
     num_logits: int = 1
     forks: Sequence[str] = ()
+    resumes: Checkpoint | None = None
+    keeps: Checkpoint | None = None
 
     @property
     def count(self) -> int:
@@ -139,7 +148,9 @@ class ModelRunner:
         # mamba-like models have a name of their own before 5.24
         self._cache_name = next((n for n in compat.CACHE_KWARGS if n in accepted), compat.CACHE_KWARG)
         #: state of recurrent layers: request key -> layer index -> a stock layer with one row
-        self._states: dict[str, dict[int, Any]] = {}
+        self._states: dict[str, State] = {}
+        #: whether prompts can be computed in pieces; bytes of one state of recurrent layers
+        self.continues, self.state_bytes = True, 0
         self.packed, specs = self._try_out(attention_backend)
         self._states.clear()
         if pool is None:
@@ -158,7 +169,7 @@ class ModelRunner:
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers keep state that is not in blocks: prompts run in one piece, and prefixes cannot be reused."""
+        """Whether layers keep state that is not in blocks."""
         return bool(self.cache.recurrent)
 
     @property
@@ -182,10 +193,11 @@ class ModelRunner:
         transfers: Sequence[Transfer] = (),
         keep: Collection[str] = (),
         moves: Sequence[tuple[str, str]] = (),
+        saves: Sequence[tuple[str, Checkpoint]] = (),
     ) -> Prepared:
         """Everything about a step that does not depend on token ids; the step before may still be running."""
         packed = pack(work, self.block_size) if self.cache.packed and work else None
-        return Prepared(work, transfers, keep, moves, packed)
+        return Prepared(work, transfers, keep, moves, saves, packed)
 
     # not inference_mode: some weights (sparse ones, say) cannot be used in it
     @torch.no_grad()
@@ -211,7 +223,9 @@ class ModelRunner:
 
     def _run(self, prepared: Prepared) -> torch.Tensor:
         if self.recurrent:
-            self._states.update({target: copy.deepcopy(self._states[source]) for source, target in prepared.moves})
+            for key, checkpoint in prepared.saves:
+                checkpoint.state = self._states.pop(key)
+            self._states.update({target: cloned(self._states[source]) for source, target in prepared.moves})
             for key in [key for key in self._states if key not in prepared.keep]:
                 del self._states[key]
         if not prepared.work:
@@ -226,10 +240,12 @@ class ModelRunner:
         if cache.packed:
             return self._packed(cache, work, *pack(work, self.block_size))
         rows: dict[int, torch.Tensor] = {}
-        groups: dict[tuple[int, bool], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for i, part in enumerate(work):
-            # new sequences and those with a state do not share a forward of a recurrent model
-            groups.setdefault((part.count, bool(cache.recurrent) and part.start == 0), []).append(i)
+            # new sequences and those with a state do not share a forward of a recurrent model; pieces of prompts would
+            # have to be padded, which such models do not expect once there is a state
+            alone = i if part.start and part.count > 1 else -1 if part.start else -2
+            groups.setdefault((part.count, alone if cache.recurrent else -1), []).append(i)
         for members in groups.values():
             logits = self._dense(cache, [work[i] for i in members])
             rows.update({i: logits[row, logits.shape[1] - work[i].num_logits :] for row, i in enumerate(members)})
@@ -288,17 +304,22 @@ class ModelRunner:
         for layer_idx in cache.recurrent:
             for state, row in zip(states, rows_of(cache.layers[layer_idx], len(work)), strict=True):
                 state[layer_idx] = row
-        for part, state in zip(work, states, strict=True):
-            for key in part.forks if cache.recurrent else ():
-                self._states[key] = copy.deepcopy(state)
+        for part, state in zip(work, states, strict=True) if cache.recurrent else ():
+            self._states.update({key: cloned(state) for key in part.forks})
+            if part.keeps is not None:
+                part.keeps.state = cloned(state)
         return logits
 
-    def _state(self, cache: EngineCache, part: Work) -> dict[int, Any]:
+    def _state(self, cache: EngineCache, part: Work) -> State:
         """The recurrent state a part goes on from; a new one at the beginning of a sequence."""
         if not cache.recurrent:
             return {}
         if part.start == 0:
-            self._states[part.key] = {i: copy.deepcopy(layer) for i, layer in cache.recurrent.items()}
+            self._states[part.key] = cloned(cache.recurrent)
+        elif part.resumes is not None:
+            if part.resumes.state is None:
+                raise InternalError(f"request {part.key!r} goes on from a checkpoint that holds nothing")
+            self._states[part.key] = cloned(part.resumes.state)
         found = self._states.get(part.key)
         if found is None:
             raise InternalError(f"request {part.key!r} goes on at position {part.start}, but its state is gone")
@@ -343,14 +364,18 @@ class ModelRunner:
                 return pool.layer(layer_idx, spec)
 
             try:
-                got = self._two_steps(EngineCache(self.config, storage, packed), ids)
+                cache = EngineCache(self.config, storage, packed)
+                got = self._two_steps(cache, ids)
             except (HfPagedError, ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
                 # whatever a model raises at a shape it does not know means the same: not in this way
                 reasons.append(f"{'packed' if packed else 'as padded rows'}: {error}")
                 continue
             tolerance = 1e-3 if want[0].dtype == torch.float32 and _exact(self.view) else 0.1
-            worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+            worst = max(_distance(a, b) for a, b in zip(got, want, strict=True))
             if worst <= tolerance:
+                if cache.recurrent:
+                    self.state_bytes = num_bytes(self._states["a"])
+                    self.continues = self._in_pieces(cache, ids[0], want[0], tolerance)
                 if not packed:
                     logger.info("engine: requests run as padded rows (%s)", "; ".join(reasons) or "as asked")
                 return packed, specs
@@ -368,6 +393,20 @@ class ModelRunner:
         first = [_Probe("a", ids[0][:cut], 0, blocks[0], num_logits=0), _Probe("b", ids[1], 0, blocks[1])]
         second = self._forward(cache, first)
         return [self._forward(cache, [_Probe("a", ids[0][cut:], cut, blocks[0])])[0], second[0]]
+
+    def _in_pieces(self, cache: EngineCache, ids: Sequence[int], want: torch.Tensor, tolerance: float) -> bool:
+        """Whether a recurrent model that has seen half of a prompt can go on with all the rest of it at once."""
+        cut, blocks = len(ids) // 2, list(range(1, 1 + -(-len(ids) // self.block_size)))
+        try:
+            self._forward(cache, [_Probe("a", ids[:cut], 0, blocks, num_logits=0)])
+            got = self._forward(cache, [_Probe("a", ids[cut:], cut, blocks)])[0]
+        except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+            logger.info("engine: prompts are computed in one piece (%s)", error)
+            return False
+        if _distance(got, want) > tolerance:
+            logger.info("engine: prompts are computed in one piece (in two the model gives other logits)")
+            return False
+        return True
 
 
 def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor]:
@@ -401,6 +440,11 @@ def flat_ids(work: Sequence[Work]) -> torch.Tensor:
     for part in work:
         flat.extend(part.token_ids)
     return torch.from_numpy(np.frombuffer(flat, dtype=np.int64))
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference of two rows of logits, in terms of the largest logit."""
+    return float((a - b).abs().max() / b.abs().max())
 
 
 def _exact(model: torch.nn.Module) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hf_paged.cache.block import SwapIn, SwapOut
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.engine.invariants import check_books
-from hf_paged.engine.plan import SchedulerOutput
+from hf_paged.engine.plan import Chunk, SchedulerOutput
 from hf_paged.engine.policy import NewTokenRatio
 from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler
@@ -36,17 +36,27 @@ def alone(prompt: Sequence[int], max_tokens: int, stop: frozenset[int] = frozens
 
 
 class FakeRunner:
-    """Runs plans over a simulated memory: slot -> (token, the tokens before it)."""
+    """Runs plans over a simulated memory: slot -> (token, the tokens before it).
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    Every request also has a state, as it has in recurrent models: the tokens that it has seen.
+    """
+
+    def __init__(self, block_size: int, stateful: bool = False) -> None:
+        self.block_size, self.stateful = block_size, stateful
         self.memory: dict[int, tuple[int, int]] = {}
         self.host: dict[int, tuple[int, int]] = {}
+        self.states: dict[str, list[int]] = {}
 
     def slot(self, blocks: Sequence[int], position: int) -> int:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
-    def run(self, output: SchedulerOutput) -> dict[str, int]:
+    def run(self, output: SchedulerOutput, keep: Collection[str] | None = None) -> dict[str, int]:
+        """Tokens sampled by a step. ``keep`` are the requests that had a state when it was planned."""
+        for key, checkpoint in output.saves:
+            checkpoint.state = self.states.pop(key)
+        self.states.update({target: self.states[source] for source, target in output.moves})
+        if keep is not None:
+            self.states = {key: state for key, state in self.states.items() if key in keep}
         size = self.block_size
         memory, host = self.memory, self.host
         for transfer in output.transfers:
@@ -62,6 +72,7 @@ class FakeRunner:
                 self.memory[self.slot(chunk.blocks, position)] = (token, position)
         for chunk in output.chunks:
             tokens = [*chunk.request.tokens[: chunk.start], *chunk.token_ids]
+            self._go_on(chunk, tokens)
             seen = [self.memory.get(self.slot(chunk.blocks, p)) for p in range(len(tokens))]
             want = [(token, p) for p, token in enumerate(tokens)]
             assert seen == want, f"{chunk.request!r} reads {seen}, not its own tokens"
@@ -69,6 +80,17 @@ class FakeRunner:
                 for request in (chunk.request, *chunk.also):
                     sampled[request.request_id] = next_token(tokens)
         return sampled
+
+    def _go_on(self, chunk: Chunk, tokens: list[int]) -> None:
+        if chunk.resumes is not None:
+            assert chunk.start, "a checkpoint behind nothing"
+            self.states[chunk.key] = chunk.resumes.state
+        state = self.states[chunk.key] if chunk.start and self.stateful else tokens[: chunk.start]
+        assert state == tokens[: chunk.start], f"{chunk.request!r} goes on from the state behind {state}"
+        for key in (chunk.key, *chunk.forks):
+            self.states[key] = tokens
+        if chunk.keeps is not None:
+            chunk.keeps.state = tokens
 
 
 class AdmitAll(NewTokenRatio):
@@ -87,29 +109,42 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler, runner: FakeRunner, overlap: bool = False) -> None:
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
-        self.under_way: SchedulerOutput | None = None
+        self.under_way: tuple[SchedulerOutput, set[str]] | None = None
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.under_way is not None
 
-    def step(self, before_update: Callable[[SchedulerOutput], None] = lambda _: None) -> tuple[list[Request], bool]:
+    def step(
+        self,
+        before_update: Callable[[SchedulerOutput], None] = lambda _: None,
+        after_update: Callable[[SchedulerOutput], list[Request]] = lambda _: [],
+    ) -> tuple[list[Request], bool]:
         """One plan; returns the requests that ended or took a token, and whether anybody goes on."""
         scheduler = self.scheduler
         output = scheduler.schedule()
+        planned = output, scheduler.stateful_ids()
         if not scheduler.whole_prompts:
             assert output.num_tokens <= scheduler.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert len({c.request.request_id for c in output.chunks}) == len(output.chunks)
         progress = bool(output.chunks or output.ended or self.under_way)
-        ready = self.under_way if self.overlap else output
+        if self.overlap:
+            self.under_way, under_way = planned if output.chunks or relied_on(output) else None, self.under_way
+        else:
+            under_way = planned
         touched = list(output.ended)
-        if ready is not None and (ready.chunks or ready.transfers):
-            sampled = self.runner.run(ready)
+        ready, keep = under_way or (None, set())
+        if ready is not None and (ready.chunks or relied_on(ready)):
+            sampled = self.runner.run(ready, keep)
             before_update(ready)
-            touched += scheduler.update(ready, sampled)
-        self.under_way = output if self.overlap and (output.chunks or output.transfers) else None
+            touched += scheduler.update(ready, sampled) + after_update(ready)
         return touched, progress
+
+
+def relied_on(output: SchedulerOutput) -> bool:
+    """Whether a step without chunks has to be run."""
+    return bool(output.transfers or output.moves or output.saves)
 
 
 def drive(
@@ -135,10 +170,16 @@ def one_step(scheduler: Scheduler, runner: FakeRunner, requests: Sequence[Reques
 
 
 def make(
-    manager_blocks: int, block_size: int = 4, host_blocks: int = 0, **options: object
+    manager_blocks: int,
+    block_size: int = 4,
+    host_blocks: int = 0,
+    max_checkpoints: int | None = None,
+    **options: object,
 ) -> tuple[Scheduler, FakeRunner]:
-    manager = KVCacheManager(manager_blocks + 1, block_size, host_blocks=host_blocks)
-    return Scheduler(manager, **options), FakeRunner(block_size)  # type: ignore[arg-type]
+    """With ``max_checkpoints`` requests have a state besides blocks."""
+    stateful = max_checkpoints is not None
+    manager = KVCacheManager(manager_blocks + 1, block_size, host_blocks=host_blocks, max_checkpoints=max_checkpoints)
+    return Scheduler(manager, stateful=stateful, **options), FakeRunner(block_size, stateful)  # type: ignore[arg-type]
 
 
 def assert_as_alone(request: Request) -> None:

@@ -86,8 +86,7 @@ def test_staggered_requests_under_memory_pressure(name: str, policy: str, preemp
         assert stats["preemptions"] >= 3
         assert (stats["swaps"] >= 1) == (preemption == "swap")
     assert stats["free_host_blocks"] == stats["host_blocks"]
-    # the state of recurrent layers is not kept for others
-    assert any(o.num_cached_tokens for o in outputs) == (name not in RECURRENT)
+    assert any(o.num_cached_tokens for o in outputs) == (name != "jamba"), "jamba computes prompts in one piece"
     check_clean(llm)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_paged.cache.block import SwapOut
+from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.manager import KVCacheManager
 from hf_paged.engine.plan import SchedulerOutput
 from hf_paged.engine.scheduler import Scheduler
@@ -23,8 +24,8 @@ class Runner:
     def __init__(self) -> None:
         self.done: list[Prepared] = []
 
-    def prepare(self, work: Any, transfers: Any, keep: Any, moves: Any) -> Prepared:
-        return Prepared(work, transfers, keep, moves)
+    def prepare(self, work: Any, transfers: Any, keep: Any, moves: Any, saves: Any) -> Prepared:
+        return Prepared(work, transfers, keep, moves, saves)
 
     def run(self, prepared: Prepared) -> torch.Tensor:
         self.done.append(prepared)
@@ -37,8 +38,9 @@ class Runner:
     [
         SchedulerOutput(1, chunks=(), transfers=(SwapOut(3, 1),), ended=()),
         SchedulerOutput(1, chunks=(), transfers=(), ended=(), moves=(("a", "b"),)),
+        SchedulerOutput(1, chunks=(), transfers=(), ended=(), saves=(("a", Checkpoint()),)),
     ],
-    ids=["transfers", "moves"],
+    ids=["transfers", "moves", "saves"],
 )
 def test_a_step_without_tokens_still_moves_what_others_rely_on(
     plan: SchedulerOutput, overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +49,8 @@ def test_a_step_without_tokens_still_moves_what_others_rely_on(
     stepper = Stepper(scheduler, runner, {}, overlap=overlap)  # type: ignore[arg-type]
     monkeypatch.setattr(scheduler, "schedule", lambda: plan)
     assert stepper.step() == [] and stepper.drain() == []
-    assert [(found.transfers, found.moves) for found in runner.done] == [(plan.transfers, plan.moves)]
+    want = [(plan.transfers, plan.moves, plan.saves)]
+    assert [(found.transfers, found.moves, found.saves) for found in runner.done] == want
     monkeypatch.setattr(scheduler, "schedule", lambda: SchedulerOutput(2, (), (), ()))
     stepper.step()
     assert len(runner.done) == 1, "an empty step is none"

@@ -11,6 +11,7 @@ import pytest
 from hf_paged.cache import invariants
 from hf_paged.cache.block import num_blocks_for
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.eviction import LFU, LRU, EvictionPolicy
 from hf_paged.cache.radix_tree import RadixNode, RadixTree, common_prefix
 from hf_paged.errors import InternalError
@@ -22,9 +23,11 @@ B = (("weights", 1),)
 class Forest:
     """A tree whose inserts allocate their own blocks, as a sequence that computed everything itself would."""
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, policy: EvictionPolicy | None = None, max_checkpoints: int = 0
+    ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(self.pool, block_size, policy or LRU())
+        self.tree = RadixTree(self.pool, block_size, policy or LRU(), max_checkpoints)
         self.held: list[list[int]] = []
 
     def store(self, text: str, namespace: tuple[tuple[str, int], ...] = A, keep: bool = False) -> list[int]:
@@ -125,14 +128,61 @@ def test_a_sequence_stored_again_and_again_stays_one_node() -> None:
 
 
 def test_a_node_with_a_recurrent_state_is_not_grown_past_it() -> None:
-    forest = Forest()
+    forest, checkpoint = Forest(max_checkpoints=2), Checkpoint()
     forest.store("abcd")
-    next(forest.tree.nodes()).state = "checkpoint"
+    forest.tree.keep_checkpoint(A, key("abcd"), checkpoint)
     forest.store("abcdefgh")
-    assert {(n.start, n.end, n.state) for n in forest.tree.nodes()} == {(0, 4, "checkpoint"), (4, 8, None)}
+    assert {(n.start, n.end, n.state) for n in forest.tree.nodes()} == {(0, 4, checkpoint), (4, 8, None)}
     # A split leaves the state with the half that ends where it was taken.
     forest.store("abX")
-    assert {(n.start, n.end, n.state) for n in forest.tree.nodes() if n.state} == {(2, 4, "checkpoint")}
+    assert {(n.start, n.end, n.state) for n in forest.tree.nodes() if n.state} == {(2, 4, checkpoint)}
+    forest.check()
+
+
+def last_checkpoint(forest: Forest, text: str) -> tuple[int, Checkpoint | None]:
+    matched, _, node = forest.tree.match(A, key(text))
+    return forest.tree.last_checkpoint(node, matched)
+
+
+def test_a_checkpoint_is_found_behind_exactly_the_tokens_it_belongs_to() -> None:
+    forest, checkpoint = Forest(max_checkpoints=4), Checkpoint()
+    forest.store("abcdefgh")
+    forest.tree.keep_checkpoint(A, key("abcde"), checkpoint)
+    assert last_checkpoint(forest, "abcdefghi") == (5, checkpoint)
+    assert last_checkpoint(forest, "abcdeX") == (5, checkpoint)
+    assert last_checkpoint(forest, "abcde") == (5, checkpoint)
+    assert last_checkpoint(forest, "abcd") == (0, None), "one token before it the state is another"
+    assert last_checkpoint(forest, "abcdXfgh") == (0, None)
+    assert last_checkpoint(forest, "x") == (0, None)
+    with pytest.raises(InternalError, match="a checkpoint behind 3 tokens, of which 2 are stored"):
+        forest.tree.keep_checkpoint(A, key("abX"), Checkpoint())
+    forest.check()
+
+
+def test_the_least_recently_used_checkpoint_goes_and_the_tokens_stay() -> None:
+    forest, found = Forest(max_checkpoints=2), [Checkpoint() for _ in range(3)]
+    forest.store("abcdefgh")
+    forest.tree.keep_checkpoint(A, key("ab"), found[0])
+    forest.tree.keep_checkpoint(A, key("abcd"), found[1])
+    assert last_checkpoint(forest, "abX") == (2, found[0])
+    forest.tree.keep_checkpoint(A, key("abcdef"), found[2])
+    assert last_checkpoint(forest, "abcdX") == (2, found[0]), "the one behind 'abcd' was used less recently"
+    assert last_checkpoint(forest, "abcdefgh") == (6, found[2])
+    assert forest.tree.match(A, key("abcdefgh"))[0] == 8
+    forest.check()
+
+
+def test_what_leaves_the_tree_takes_its_checkpoint_along() -> None:
+    forest = Forest(max_checkpoints=8)
+    forest.store("abcdefgh")
+    for end in (2, 5, 8):
+        forest.tree.keep_checkpoint(A, key("abcdefgh"[:end]), Checkpoint())
+    assert len(forest.tree.checkpoints) == 3
+    forest.tree.evict(1)
+    assert len(forest.tree.checkpoints) == 1 and forest.tree.match(A, key("abcdefgh"))[0] == 4
+    forest.check()
+    forest.tree.drop(lambda _: True)
+    assert len(forest.tree.checkpoints) == 0
     forest.check()
 
 
