@@ -53,7 +53,7 @@ EXTRAS = (
     _extra("ray", "deployments on Ray Serve", "ray"),
     _extra("grammar", "output that follows a grammar", "xgrammar"),
     _extra("accelerate", "models spread over devices", "accelerate"),
-    _extra("bench", "measuring", "psutil", "aiohttp"),
+    _extra("bench", "measuring", "psutil", "aiohttp", "matplotlib"),
 )
 
 

@@ -5,6 +5,7 @@ Each is a thin shell: it imports the part that does the work when it runs, and p
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -57,3 +58,70 @@ def demo(
         typer.echo(f"hf-paged demo: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if identical else 1)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str, typer.Argument(help="A model id, a folder, or 'demo' for the bundled SmolLM2-135M.")
+    ] = "demo",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    workloads: Annotated[
+        Path | None, typer.Option(help="A file of token ids; W1-W5 without. Its form: help(hf_paged.bench.workload).")
+    ] = None,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="The workloads' lengths and shared prefixes with random token ids.")
+    ] = False,
+    only: Annotated[str | None, typer.Option(help="Entries of the file, such as W1,W3.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Such as hf-paged,stock; all without.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of each figure.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each peer; all cores without.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one run of one peer.")] = 900.0,
+    accept_load: Annotated[
+        bool, typer.Option("--accept-load", help="Print figures that other processes disturbed, marked.")
+    ] = False,
+    agreement: Annotated[
+        bool, typer.Option("--agreement/--no-agreement", help="Compare greedy tokens with fp32 stock's.")
+    ] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON, the chart and the peers' logs.")] = Path(
+        "hf-paged-bench"
+    ),
+) -> None:
+    """Measure hf_paged beside stock transformers, and other engines where a checkout has them installed.
+
+    Exit status 1 if a peer failed, 2 if nothing could be measured.
+    """
+    from rich.console import Console
+
+    from hf_paged.errors import HfPagedError
+
+    try:
+        from hf_paged.bench import command
+        from hf_paged.bench.runner import Settings
+    except ModuleNotFoundError as error:
+        typer.echo(f"hf-paged bench needs {error.name}: pip install 'hf-paged[bench]'", err=True)
+        raise typer.Exit(2) from error
+    try:
+        settings = Settings(
+            dtype=dtype,
+            threads=threads or command.cores(),
+            repeats=repeats,
+            timeout=timeout,
+            accept_load=accept_load,
+            agreement=agreement,
+        )
+        request = command.Request(
+            model=model,
+            workloads=workloads,
+            synthetic=synthetic,
+            only=only.split(",") if only is not None else None,
+            peers=peers.split(",") if peers is not None else None,
+            out=out,
+            settings=settings,
+        )
+        console = Console(width=None if Console().is_terminal else 140, highlight=False)
+        results = command.run(request, console)
+    except HfPagedError as error:
+        typer.echo(f"hf-paged bench: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(1 if results.failed else 0)

@@ -1,0 +1,41 @@
+"""Peer: ``hf_paged.LLM``, as a user gets it without options."""
+
+from __future__ import annotations
+
+from hf_paged import LLM, SamplingParams
+from hf_paged.bench.adapters.transformers_peer import TransformersPeer
+from hf_paged.bench.wire.hf_paged_peer import Work, serve
+
+
+class PagedLLM(TransformersPeer):
+    packages = ("hf-paged", *TransformersPeer.packages)
+
+    def load(self) -> None:
+        super().load()
+        self.llm = LLM(self.model)
+
+    def reset(self, work: Work) -> None:
+        self.llm.reset_prefix_cache()
+
+    def run(self, work: Work) -> list[list[list[int]]]:
+        prompts = [request.prompt for request in work.requests]
+        greedy = work.samples == 1
+        params = [
+            SamplingParams(
+                n=work.samples,
+                temperature=0 if greedy else 1,
+                max_tokens=request.out,
+                ignore_eos=True,
+                seed=None if greedy else work.seed,
+            )
+            for request in work.requests
+        ]
+        done = self.llm.generate(prompts, params, use_tqdm=False)
+        for output in done:
+            if output.error is not None:
+                raise output.error
+        return [[list(completion.token_ids) for completion in output.outputs] for output in done]
+
+
+if __name__ == "__main__":
+    serve(PagedLLM())
