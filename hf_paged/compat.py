@@ -84,8 +84,9 @@ CACHE_KWARGS: tuple[str, ...] = ("cache", "past_key_values", "cache_params")
 PREPARE_CACHE = "_prepare_cache_for_generation"
 PREFILL = "_prefill"
 ASSISTED_DECODING = "_assisted_decoding"
-#: greedy search and sampling
+#: greedy search and sampling, and the search with several beams
 SAMPLE = "_sample"
+BEAM_SEARCH = "_beam_search"
 #: transformers' continuous batching: what drives it, what every model inherits of it, and what it delivers
 ContinuousBatchingManager: Any = continuous_api.ContinuousBatchingManager
 ContinuousMixin: Any = continuous_api.ContinuousMixin
@@ -200,18 +201,72 @@ def resolved_generation_config(model: Any, generation_config: Any, prompt_length
     )
 
 
-def eos_tokens(generation_config: Any) -> frozenset[int]:
-    """What ends a row of a running ``generate()``."""
+#: parameters of ``generate()`` in order, without the model
+_GENERATE_PARAMETERS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
+#: what ``generate()`` passes on to its loops besides what the model is given
+LOOP_KWARGS = frozenset({"tokenizer", "assistant_tokenizer"})
+
+
+def arguments_of_generate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a ``generate()`` call by name."""
+    return {**dict(zip(_GENERATE_PARAMETERS, args, strict=False)), **kwargs}
+
+
+def ends(criteria: Any) -> tuple[int | None, frozenset[int], list[Any]]:
+    """What the stopping criteria of a running ``generate()`` say: columns a row may have, tokens that end it, and the
+    criteria that are more than one of the two."""
+    lengths: list[int] = []
+    eos: set[int] = set()
+    others: list[Any] = []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            lengths.append(int(criterion.max_length))
+        elif type(criterion) is EosTokenCriteria:
+            eos.update(int(i) for i in criterion.eos_token_id.reshape(-1))
+        else:
+            others.append(criterion)
+    return min(lengths, default=None), frozenset(eos), others
+
+
+def criteria_of_row(criteria: Any, padding: int) -> Any:
+    """The stopping criteria of a running ``generate()`` for a row without its ``padding``, all in one function of ids
+    ``[candidates, tokens]`` and scores. What stock counts in columns, it counts in columns here too."""
+    found = StoppingCriteriaList()
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            criterion = copy.copy(criterion)
+            criterion.max_length -= padding
+        found.append(criterion)
+    return without_scores(found)
+
+
+def without_scores(criterion: Any) -> Any:
+    """A stopping criterion that is called as by ``generate()``: with None for scores, unless these are returned."""
+    return lambda input_ids, scores: criterion(input_ids, None)
+
+
+def eos_tokens(generation_config: Any) -> list[int]:
+    """What ends a row of a running ``generate()``, if no criterion of the user's takes the place of that."""
     eos = getattr(generation_config, "_eos_token_tensor", None)
-    return frozenset() if eos is None else frozenset(int(i) for i in eos.reshape(-1))
+    return [] if eos is None else [int(i) for i in eos.reshape(-1)]
 
 
-def processors_of_row(model: Any, generation_config: Any, prompt: torch.Tensor, row: Any) -> Any:
-    """The built-in processors of a running ``generate()`` over ``prompt`` (ids ``[rows, columns]``), for one ``row``
-    without its padding. What stock counts in columns, it counts in columns here too."""
+def beam_filling(generation_config: Any) -> int:
+    """What the sequences of a running beam search are filled up with."""
+    eos = eos_tokens(generation_config)
+    return (pad_token(generation_config) or eos[0]) if eos else -1
+
+
+def processors_of_row(
+    model: Any, generation_config: Any, prompt: torch.Tensor, row: Any, custom: Any = (), allowed: Any = None
+) -> Any:
+    """The processors of a running ``generate()`` over ``prompt`` (ids ``[rows, columns]``), for one ``row`` without its
+    padding; ``custom`` are the user's own, ``allowed`` is a ``prefix_allowed_tokens_fn``, and both see only that row.
+    What stock counts in columns, it counts in columns here too."""
     ids = torch.tensor([list(row)], device=prompt.device)
     padding = prompt.shape[1] - ids.shape[1]
     generation_config = copy.copy(generation_config)
+    generation_config.num_beams = generation_config.num_return_sequences = 1
     generation_config.max_length -= padding
     if generation_config.min_length is not None:
         generation_config.min_length = max(generation_config.min_length - padding, 0)
@@ -220,7 +275,8 @@ def processors_of_row(model: Any, generation_config: Any, prompt: torch.Tensor, 
             generation_config=generation_config,
             input_ids_seq_length=ids.shape[1],
             encoder_input_ids=ids,
-            logits_processor=LogitsProcessorList(),
+            prefix_allowed_tokens_fn=allowed,
+            logits_processor=LogitsProcessorList(custom),
             device=prompt.device,
             model_kwargs={},
         )
@@ -267,6 +323,27 @@ class BeamRules:
     @staticmethod
     def goes_on(*arguments: Any) -> bool:
         return bool(GenerationMixin._beam_search_has_unfinished_sequences(*arguments))
+
+
+#: built-in processors that hold something about each row of the batch they were made for
+_MADE_FOR_A_BATCH = (
+    "AlternatingCodebooksLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor", "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+)  # fmt: skip
+
+
+def made_for_a_batch(processor: Any) -> bool:
+    """Whether a built-in processor, passed to ``generate()`` as one of the user's own, may not see its rows alone."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+        return True
+    return is_built_in(processor) and type(processor).__name__ in _MADE_FOR_A_BATCH
+
+
+def is_built_in(processor: Any) -> bool:
+    """Whether a processor is of a kind that transformers has."""
+    return type(processor).__module__.startswith("transformers.")
 
 
 #: processors that do the same for a row with left padding and without

@@ -73,9 +73,12 @@ class CacheConfig:
         engine: run ``generate()`` on the continuous-batching engine: rows are computed without padding and leave when
             they are done, and when memory is short some wait for others. None: where the result is certain to be the
             stock loop's (greedy search of plain prompts, with processors that do not look at padding, on a model whose
-            attention reads blocks). True: wherever the engine can express the call; then every row gets what it would
-            get alone, and what is sampled is reproducible under ``torch.manual_seed``, but not what the stock loop
-            would draw. False: never.
+            attention reads blocks). True: wherever the engine can express the call, so also for sampling, beam search,
+            stop strings, ``max_time``, criteria and processors of your own, and models with recurrent layers. Then
+            every row gets what it would get alone. Criteria and processors are called for one row at a time, with its
+            ids ``[1, tokens]`` without padding (in a beam search criteria with all candidates of a row, processors with
+            one beam); ``prefix_allowed_tokens_fn`` is told the row's place in the call. What is sampled is reproducible
+            under ``torch.manual_seed``, but not what the stock loop would draw. False: never.
     """
 
     block_size: int = 16

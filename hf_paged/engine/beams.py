@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from hf_paged.engine.request import FinishReason, Request
 from hf_paged.engine.scheduler import Scheduler
 from hf_paged.sampling.beams import BeamSearch
 from hf_paged.sampling.processors import Processor
+from hf_paged.sampling.sampler import SamplerState
 from hf_paged.sampling_params import SamplingParams
 
 
@@ -66,3 +67,35 @@ class BeamGroup:
         for request in alive:
             scheduler.finish(request, FinishReason.STOP)
         return alive
+
+
+def add_beams(
+    scheduler: Scheduler,
+    samplers: MutableMapping[str, SamplerState | Beam],
+    search: BeamSearch,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    processors: Callable[[Request], Sequence[Processor]],
+) -> BeamGroup:
+    """Queue ``requests``, which have the search's prompt, as its beams; the first computes the prompt for all.
+
+    Args:
+        samplers: what is kept to choose each request's tokens, by request id, which gets the beams.
+        processors: those of one beam.
+
+    Raises what ``Scheduler.add`` and ``processors`` raise; then none of the beams stays.
+    """
+    group = BeamGroup(search)
+    try:
+        for i, request in enumerate(requests):
+            request.lockstep = True
+            beam = Beam(group, i, params, processors(request))
+            scheduler.add(request, requests[0] if i else None)
+            group.requests.append(request)
+            samplers[request.request_id] = beam
+    except Exception:  # whatever it is: none of the beams may stay behind
+        for request in group.requests:
+            scheduler.abort(request.request_id)
+            samplers.pop(request.request_id, None)
+        raise
+    return group

@@ -19,7 +19,7 @@ from hf_paged.cache.manager import KVCacheManager
 from hf_paged.cache.offload import HostTier
 from hf_paged.cache.radix_tree import Namespace
 from hf_paged.config import EngineConfig
-from hf_paged.engine.beams import Beam, BeamGroup
+from hf_paged.engine.beams import Beam, BeamGroup, add_beams
 from hf_paged.engine.outputs import Explanation
 from hf_paged.engine.policy import SwapCost
 from hf_paged.engine.request import FinishReason, Request
@@ -170,36 +170,26 @@ class EngineCore:
         requests = []
         for i in range(params.num_beams):
             request = self._request(f"{name}-{i}", prompt, params, priority, salt)
-            request.lockstep, request.scores_prompt = True, i == 0 and _scores_prompt(params)
+            request.scores_prompt = i == 0 and _scores_prompt(params)
             requests.append(request)
         longest = len(prompt) + params.max_tokens
         if self.scheduler.max_model_len is not None:
             longest = min(longest, self.scheduler.max_model_len)
         stop_ids = sorted(requests[0].stop_token_ids)
-        group = BeamGroup(
-            BeamSearch(
-                prompt,
-                num_beams=params.num_beams,
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-                max_length=longest,
-                stop_token_ids=stop_ids,
-                criteria=compat.stopping_criteria(
-                    longest, stop_ids, list(params.stop), tokenizer, params.stopping_criteria
-                ),
-            )
+        search = BeamSearch(
+            prompt,
+            num_beams=params.num_beams,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            max_length=longest,
+            stop_token_ids=stop_ids,
+            criteria=compat.stopping_criteria(
+                longest, stop_ids, list(params.stop), tokenizer, params.stopping_criteria
+            ),
         )
-        try:
-            for i, request in enumerate(requests):
-                beam = Beam(group, i, params, self._processors(request, params))
-                self.scheduler.add(request, requests[0] if i else None)
-                group.requests.append(request)
-                self.samplers[request.request_id] = beam
-        except Exception:  # whatever it is: none of the beams may stay behind
-            for request in group.requests:
-                self.abort(request.request_id)
-            raise
-        return group
+        return add_beams(
+            self.scheduler, self.samplers, search, requests, params, lambda request: self._processors(request, params)
+        )
 
     def _request(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, priority: int, salt: str | None

@@ -103,11 +103,13 @@ class ModelKV:
         why = {i: self.obstacles.get(i, missing) for i in self.paged_layers}
         return [i for i, reason in why.items() if reason is None], {i: r for i, r in why.items() if r is not None}
 
-    def pool_for(self, config: CacheConfig, num_layers: int, storage: tuple[Any, ...]) -> SharedKV:
+    def pool_for(
+        self, config: CacheConfig, num_layers: int, storage: tuple[Any, ...], stateful: bool = False
+    ) -> SharedKV:
         """The pool for this geometry and these dtypes. Others replace it; calls still on the old one keep theirs."""
         with self.lock:
             if self.shared is None or self.shared.config.geometry != config.geometry or self.storage != storage:
-                self.shared, self.storage = SharedKV(config, num_layers), storage
+                self.shared, self.storage = SharedKV(config, num_layers, stateful=stateful), storage
             return self.shared
 
     def clear(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,15 @@ _NEUTRAL_KWARGS = frozenset(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Given:
+    """Functions and objects of the user's that a call brings."""
+
+    processors: Sequence[Any] = ()
+    criteria: Sequence[Any] = ()
+    prefix_allowed_tokens_fn: Any = None
+
+
 @dataclass
 class Call:
     """One ``generate()`` in progress on this thread."""
@@ -40,6 +50,7 @@ class Call:
     model: Any
     #: a decoding loop of the user's, which may return other tokens than it ran
     custom: bool = False
+    given: Given = Given()
     cache: PagedCache | None = None
     kv: ModelKV | None = None
     config: CacheConfig | None = None

@@ -2,8 +2,7 @@
 
 Owns the patches on transformers' ``GenerationMixin``, and nothing that lasts: pools and counters are in ``models``, the
 memory of prompts in ``prompts``. It knows how ``generate()`` is put together (which method prepares the cache, which
-one prefills) and leaves the decoding loops alone: sampling, beams, assisted decoding, stopping and streaming stay stock
-code over a PagedCache.
+one prefills). Decoding loops it leaves alone or, where ``on_engine`` can do the same, replaces as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hf_paged.config import CacheConfig
 from hf_paged.errors import ConfigError
 from hf_paged.generation import models, prompts
 from hf_paged.generation.paged_cache import PagedCache, pageable_layer
-from hf_paged.generation.prompts import Call, calls_here
+from hf_paged.generation.prompts import Call, Given, calls_here
 from hf_paged.model.weights import storage_key
 
 logger = logging.getLogger("hf_paged")
@@ -31,8 +30,8 @@ PUBLIC_NAME = "paged"
 #: what the keyword argument becomes inside ``generate()``, which re-routes the public word to its own batching
 _INTERNAL_NAME = "hf_paged"
 _NAMES = (PUBLIC_NAME, _INTERNAL_NAME)
-#: modes of ``generate()`` whose loop the engine can take over
-_ENGINE_MODES = ("greedy_search", "sample")
+#: modes of ``generate()`` whose loop the engine can take over, and those it takes over only when told to
+_ENGINE_MODES, _MORE_ENGINE_MODES = ("greedy_search", "sample"), ("beam_search",)
 
 _lock = threading.RLock()
 
@@ -152,7 +151,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if kwargs.get("cache_implementation") == PUBLIC_NAME:
             kwargs["cache_implementation"] = _INTERNAL_NAME
-        call = Call(self, custom=kwargs.get("custom_generate") is not None)
+        call = _call(self, args, kwargs)
         calls_here.calls.append(call)
         returned = None
         try:
@@ -169,6 +168,14 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 call.cache.free()
 
     return generate
+
+
+def _call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    named = compat.arguments_of_generate(args, kwargs)
+    given = Given(
+        named.get("logits_processor") or (), named.get("stopping_criteria") or (), named.get("prefix_allowed_tokens_fn")
+    )
+    return Call(model, custom=named.get("custom_generate") is not None, given=given)
 
 
 def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +212,8 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             generation_config.cache_implementation, generation_config.cache_config = name, options
         mode = str(getattr(generation_mode, "value", generation_mode))
-        if config.engine is not False and (given is not None or mode not in _ENGINE_MODES):
+        modes = (*_ENGINE_MODES, *_MORE_ENGINE_MODES) if config.engine else _ENGINE_MODES
+        if config.engine is not False and (given is not None or mode not in modes):
             why = "a cache was passed in" if given is not None else f"its mode is {mode}"
             logger.info("paged: this call runs in the stock loop, not on the engine: %s", why)
         if given is None:
@@ -230,7 +238,9 @@ def _install_cache(
         logger.info("paged: %s keeps no plain keys and values; its stock cache is used", type(model).__name__)
         return
     kv = models.kv_of(model)
-    paged = PagedCache.from_dynamic(own, model.config, kv.pool_for(config, pageable, storage_key(model)), config)
+    stateful = any(isinstance(layer, compat.LinearAttentionCacheLayerMixin) for layer in own.layers)
+    shared = kv.pool_for(config, pageable, storage_key(model), stateful)
+    paged = PagedCache.from_dynamic(own, model.config, shared, config)
     mask = model_kwargs.get("attention_mask")
     if generation_config.output_attentions or generation_config.output_hidden_states:
         # they show the padding columns too: keep all, and let the model's own attention make them
@@ -283,22 +293,39 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
-        call = calls_here.current(self)
-        if call is not None and call.cache is not None and call.config is not None:
-            from hf_paged.generation import on_engine
-
-            found = on_engine.run(
-                call, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
-                model_kwargs,
-            )  # fmt: skip
-            if found is not None:
-                return found
-        return original(
-            self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
-            **model_kwargs,
-        )  # fmt: skip
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        call = _paged_call(self)
+        found = None if call is None else _on_engine(call, *arguments, model_kwargs)
+        return original(self, *arguments, **model_kwargs) if found is None else found
 
     return _sample
+
+
+def _wrap_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _beam_search(
+        self: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
+        call, found = _paged_call(self), None
+        if call is not None and call.config is not None and call.config.engine and not generation_config.do_sample:
+            found = _on_engine(call, *arguments, None, model_kwargs)
+        return original(self, *arguments, **model_kwargs) if found is None else found
+
+    return _beam_search
+
+
+def _paged_call(model: Any) -> Call | None:
+    """The call of ``model`` on this thread, if it has a PagedCache of ours."""
+    call = calls_here.current(model)
+    return call if call is not None and call.cache is not None and call.config is not None else None
+
+
+def _on_engine(*arguments: Any) -> torch.Tensor | None:
+    from hf_paged.generation import on_engine
+
+    return on_engine.run(*arguments)
 
 
 def _wrap_assisted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,4 +392,5 @@ _WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     compat.PREFILL: _wrap_prefill,
     compat.ASSISTED_DECODING: _wrap_assisted,
     compat.SAMPLE: _wrap_sample,
+    compat.BEAM_SEARCH: _wrap_beam_search,
 }

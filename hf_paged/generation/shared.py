@@ -25,11 +25,14 @@ logger = logging.getLogger("hf_paged")
 
 
 class SharedKV:
-    """One pool with its manager. The manager appears with the first layer's keys: only they tell how big a block is."""
+    """One pool with its manager. The manager appears with the first layer's keys: only they tell how big a block is.
 
-    def __init__(self, config: CacheConfig, num_layers: int) -> None:
+    With ``stateful``, other layers keep a state that is not in blocks, so that nothing stored could be gone on from.
+    """
+
+    def __init__(self, config: CacheConfig, num_layers: int, *, stateful: bool = False) -> None:
         registry.check_name(config.attention_backend)
-        self.config = config
+        self.config, self._stateful = config, stateful
         self.lock = threading.RLock()
         self.manager: KVCacheManager | None = None
         choose: Callable[[LayerSpec, int], AttentionBackend] = functools.partial(
@@ -46,7 +49,7 @@ class SharedKV:
                 self.manager = KVCacheManager(
                     self.pool.num_blocks,
                     self.config.block_size,
-                    prefix_caching=True,  # each call decides for itself
+                    prefix_caching=not self._stateful,  # where it is possible, each call decides for itself
                     max_cached_blocks=self._max_cached_blocks(spec),
                 )
         return joined  # type: ignore[return-value]  # the pool's backends come from our registry
