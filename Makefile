@@ -22,8 +22,11 @@ VERSIONS := 5.17.0 5.23.0
 VERSION_5.17.0 := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 VERSION_5.23.0 := transformers==5.23.0
 
+# engines to compare with; benchmarks/peers has an adapter for each
+PEERS := vllm openvino llama_cpp
+
 .NOTPARALLEL:
-.PHONY: demo test test-all test-suite test-versions lint format bench soak clean distclean help
+.PHONY: demo test test-all test-suite test-versions lint format bench bench-peers bench-compare soak clean distclean help
 
 help:
 	@echo "make demo           paged generate() beside stock generate(), on a real model"
@@ -33,8 +36,10 @@ help:
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make format         let ruff rewrite what it can"
 	@echo "make bench          kernels against torch's own attention"
+	@echo "make bench-peers    other engines, each into an environment of its own in .peers"
+	@echo "make bench-compare  every peer on W1-W5; ARGS=\"--dtype float32 --only W1\" for less"
 	@echo "make soak           the engine under 2,000 random requests, for at most ten minutes"
-	@echo "make clean          remove what was built and cached; make distclean: .venv as well"
+	@echo "make clean          remove what was built and cached; make distclean: .venv and .peers as well"
 
 demo: .venv/.stamp-demo
 	$(BIN)/hf-paged demo
@@ -67,6 +72,11 @@ format: .venv/.stamp-test
 bench: .venv/.stamp-test
 	$(BIN)/python benchmarks/kernels.py
 
+bench-peers: $(PEERS:%=.peers/%/.stamp)
+
+bench-compare: .venv/.stamp-test
+	$(BIN)/python benchmarks/compare.py $(ARGS)
+
 soak: .venv/.stamp-test
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/soak.py --requests 2000 --seconds 600
 
@@ -77,7 +87,11 @@ clean:
 	find hf_paged -name '*.so' -delete
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .peers
+
+.peers/%/.stamp: benchmarks/peers/install.sh
+	bash benchmarks/peers/install.sh $* .peers/$* $(PYTHON)
+	@touch $@
 
 .venv/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

@@ -29,10 +29,12 @@ def draw(results: Results, path: Path) -> None:
         _panel(panel, results, case)
     for panel in panels[len(results.cases) :]:
         panel.set_axis_off()
+    marked = any(figures.marked for peer in results.peers for figures in peer.cases.values())
     device = results.machine["devices"][-1]
     figure.suptitle(
         f"{results.model}, {results.settings['dtype']}, {results.settings['threads']} threads - "
-        f"{device['name']} ({device['features']})",
+        f"{device['name']} ({device['features']})"
+        + ("\nhatched: measured while others used the processors" if marked else ""),
         fontsize=10,
     )
     figure.savefig(path, dpi=130)

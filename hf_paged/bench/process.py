@@ -73,6 +73,8 @@ class PeerProcess:
         ``timeout`` seconds; the process is then gone.
         """
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            raise PeerDiedError(f"it has ended, and cannot be asked to {order!r}")
         try:
             self._process.stdin.write(json.dumps({"do": order, **content}).encode() + b"\n")
             self._process.stdin.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hf_paged import LLM, SamplingParams
 from hf_paged.bench.adapters.transformers_peer import TransformersPeer
 from hf_paged.bench.wire.hf_paged_peer import Work, serve
@@ -16,6 +18,12 @@ class PagedLLM(TransformersPeer):
 
     def reset(self, work: Work) -> None:
         self.llm.reset_prefix_cache()
+
+    def details(self) -> dict[str, Any]:
+        """Also the bytes of blocks that hold something: a pool on CPU costs nothing for others."""
+        stats, pool = self.llm.stats(), self.llm.core.runner.pool
+        held = stats["num_blocks"] - stats["free_blocks"]
+        return {**super().details(), "kv_bytes": held * pool.bytes_per_block, "hit_tokens": stats["hit_tokens"]}
 
     def run(self, work: Work) -> list[list[list[int]]]:
         prompts = [request.prompt for request in work.requests]
