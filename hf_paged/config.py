@@ -167,6 +167,8 @@ class EngineConfig:
             for models that have such layers. None: 512 MiB, or a quarter of the pool if that is more.
         overlap: plan the next step and handle the last one's results while a step runs. The output is the same. None:
             where the model runs on an accelerator.
+        optimize: on a CPU, run decoders of the usual build (Llama's, Qwen's and their like) by native code on packed
+            copies of their weights, which take as much memory once more. The model itself is not touched.
         dtype: to load a model in, when it is named and not given; None for what its checkpoint holds.
         seed: from which requests without a seed draw theirs; None for fresh ones.
     """
@@ -184,6 +186,7 @@ class EngineConfig:
     overlap: bool | None = None
     prefix_caching: bool = True
     attention_backend: str = "auto"
+    optimize: bool = True
     dtype: str | None = None
     seed: int | None = None
 
@@ -203,6 +206,8 @@ class EngineConfig:
         if self.checkpoint_memory is not None:
             memory = parse_size(self.checkpoint_memory, name="checkpoint_memory")
             object.__setattr__(self, "checkpoint_memory", memory)
+        if not isinstance(self.optimize, bool):
+            raise ConfigError(f"optimize={self.optimize!r} must be True or False")
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap={self.overlap!r} must be True, False or None")
         if self.seed is not None and not _is_int(self.seed):

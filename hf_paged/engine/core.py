@@ -65,6 +65,7 @@ class EngineCore:
             memory=cache.memory,
             num_blocks=cache.num_blocks,
             attention_backend=cache.attention_backend,
+            optimize=config.optimize,
         )
         on_cpu = self.runner.device.type == "cpu"
         bytes_per_block = self.runner.pool.bytes_per_block
@@ -328,6 +329,7 @@ class EngineCore:
         self.runner.refresh()
         view = self.runner.view
         found = self._watch.namespace(view, runtime_signature(view))
+        self.runner.follow_weights(found)
         if found is None:  # nobody can tell whether they change: share nothing beyond this
             self._unshared += 1
             found = (("unshared", self._unshared),)

@@ -18,7 +18,7 @@ import torch
 
 from hf_paged import compat
 from hf_paged.attention.interface import TAG, AttentionFn, AttentionOutput
-from hf_paged.attention.metadata import AttentionMetadata, LayerKV, LayerSpec
+from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
 from hf_paged.attention.obstacles import attention_params, call_obstacle, wants_weights
 from hf_paged.errors import InternalError, UnsupportedError
 
@@ -66,6 +66,8 @@ class _EngineLayer(compat.DynamicLayer):
         self.layer_idx, self.window, self.chunk = layer_idx, window, chunk
         self.is_initialized = False
         self.kv: LayerKV | None = None
+        #: what its attention asked for last
+        self.params: AttentionParams | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         _, heads, _, dim = key_states.shape
@@ -127,7 +129,7 @@ class PackedLayer(_EngineLayer):
         if impl == "eager" and wants_weights(module, kwargs):
             raise UnsupportedError("attention weights are not available from packed requests")
         assert self.kv is not None
-        params = attention_params(module, query, kwargs, self.window, self.chunk)
+        params = self.params = attention_params(module, query, kwargs, self.window, self.chunk)
         reason = self.backend.unsupported_call(self.kv.spec, params)
         if reason is not None:
             raise UnsupportedError(f"layer {self.layer_idx} cannot attend to packed requests: {reason}")

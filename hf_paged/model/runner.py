@@ -11,14 +11,13 @@ import inspect
 import itertools
 import logging
 import threading
+import time
 import weakref
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hf_paged import compat
@@ -30,43 +29,17 @@ from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
+from hf_paged.model.fused import FusedDecoder, Parts, Unusual
+from hf_paged.model.packing import Probe, Work, flat_ids, pack, tables_of
 from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, view_of
 
 logger = logging.getLogger("hf_paged")
 
-Ints = npt.NDArray[Any]
-
 #: blocks of a pool that stores nothing
 _BLOCKS_OF_NOTHING = 1 << 20
 #: tokens of the two sequences that a new model is tried out with
-_PROBE_LENGTHS = (7, 4)
-
-
-class Work(Protocol):
-    """One request's part of a step: token ids at positions ``start : start + count``, and its blocks. ``key`` is the
-    same for all parts of a request; ``forks`` are the keys of requests that will go on from where it ends. The logits
-    of its last ``num_logits`` positions are wanted. ``resumes`` holds the state it goes on from, where that is not its
-    own; a copy of the state behind it goes to ``keeps``."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def blocks(self) -> Sequence[int]: ...
-    @property
-    def num_logits(self) -> int: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def forks(self) -> Sequence[str]: ...
-    @property
-    def resumes(self) -> Checkpoint | None: ...
-    @property
-    def keeps(self) -> Checkpoint | None: ...
+_PROBE_LENGTHS = (9, 5)
 
 
 @dataclass(frozen=True)
@@ -87,30 +60,13 @@ class Prepared:
     packed: tuple[Step, torch.Tensor, torch.Tensor] | None = None
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """A sequence part without a request."""
-
-    key: str
-    token_ids: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    num_logits: int = 1
-    forks: Sequence[str] = ()
-    resumes: Checkpoint | None = None
-    keeps: Checkpoint | None = None
-
-    @property
-    def count(self) -> int:
-        return len(self.token_ids)
-
-
 class ModelRunner:
     """Runs steps of a causal language model over one KV pool.
 
     Args:
         model: a loaded causal LM; it stays its user's. Its weights are read at every step.
         block_size, memory, num_blocks, attention_backend: as in CacheConfig.
+        optimize: run decoders of the usual build by the native decoder, on packed copies of their weights.
         pool, join: a pool that others use too, and how a layer gets its storage there; without them it has its own.
 
     Raises:
@@ -126,6 +82,7 @@ class ModelRunner:
         memory: int | float | None = None,
         num_blocks: int | None = None,
         attention_backend: str = registry.AUTO,
+        optimize: bool = True,
         pool: KVPool | None = None,
         join: Callable[[int, LayerSpec], tuple[LayerKV, Any] | None] | None = None,
     ) -> None:
@@ -143,15 +100,28 @@ class ModelRunner:
         self.block_size = block_size
         self._choose = functools.partial(registry.select, name=attention_backend)
         accepted = inspect.signature(type(model).forward).parameters
-        self._takes_positions = "position_ids" in accepted
+        # whoever passes on what it is given may take them, and may not
+        unnamed = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        self._takes_positions = "position_ids" in accepted or unnamed
+        named = "position_ids" in accepted or not unnamed
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         # mamba-like models have a name of their own before 5.24
         self._cache_name = next((n for n in compat.CACHE_KWARGS if n in accepted), compat.CACHE_KWARG)
         #: state of recurrent layers: request key -> layer index -> a stock layer with one row
         self._states: dict[str, State] = {}
+        self._optimize = optimize
+        #: the model by the native decoder, and the weights that it has packed
+        self._fused: FusedDecoder | None = None
+        self._fused_for: Any = None
         #: whether prompts can be computed in pieces; bytes of one state of recurrent layers
         self.continues, self.state_bytes = True, 0
-        self.packed, specs = self._try_out(attention_backend)
+        try:
+            self.packed, specs = self._try_out(attention_backend)
+        except UnsupportedError:
+            if named:
+                raise
+            self._takes_positions = False
+            self.packed, specs = self._try_out(attention_backend)
         self._states.clear()
         if pool is None:
             pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
@@ -185,7 +155,58 @@ class ModelRunner:
         """Look whether modules of the model were exchanged (an adapter was added, say), and follow."""
         model = self._model()
         if model is not None and not same_structure(model, self.view):
-            self.view = view_of(model)
+            self.view, self._fused, self._fused_for = view_of(model), None, None
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed copies of weights."""
+        return 0 if self._fused is None else self._fused.nbytes
+
+    def follow_weights(self, epoch: Any) -> None:
+        """Make packed copies of the weights, or make them anew, if they are not of ``epoch``; use none if that is None,
+        which means that nobody can tell whether weights change."""
+        if not self._optimize or not self.packed or epoch == self._fused_for:
+            return
+        with self._lock:
+            start, self._fused_for = time.perf_counter(), epoch
+            if epoch is None:
+                self._fused = None
+                return
+            try:
+                self._fused = self._made_fused() if self._fused is None else self._packed_again(self._fused)
+            except Unusual as error:
+                self._fused = None
+                logger.info("engine: the model runs module by module: %s", error)
+            else:
+                took, size = time.perf_counter() - start, self._fused.nbytes / (1 << 20)
+                logger.info("engine: the model runs on the native decoder; packing %.0f MiB took %.2f s", size, took)
+
+    @torch.no_grad()
+    def _made_fused(self) -> FusedDecoder:
+        """The model by the native decoder, tried out on a pool of its own. Raises Unusual."""
+        parts = Parts.of(self.view)
+        ids = [(3 + 5 * i) % self.vocab_size for i in range(2 * self.block_size + 5)]
+        blocks = list(range(1, 2 + len(ids) // self.block_size))
+        pool = KVPool(self.block_size, len(self.pool.layers), self._choose, num_blocks=len(blocks) + 1)
+        cache = EngineCache(self.config, pool.layer, packed=True)  # type: ignore[arg-type] # it has room for all
+        work = [Probe("a", ids, 0, blocks, num_logits=len(ids))]
+        step, positions, wanted = pack(work, self.block_size)
+        want = parts.watching(lambda: self._packed(cache, work, step, positions, wanted))
+        if len(cache.layers) != len(parts.layers) or any(layer.params is None for layer in cache.layers):
+            raise Unusual("its layers are not those of its cache")
+        params, storage = [layer.params for layer in cache.layers], [layer.kv for layer in cache.layers]
+        return self._bound(
+            FusedDecoder.tried(parts, params, storage, step.metadata, positions, torch.tensor(ids), want)
+        )
+
+    @torch.no_grad()
+    def _packed_again(self, fused: FusedDecoder) -> FusedDecoder:
+        fused.pack()
+        return self._bound(fused)
+
+    def _bound(self, fused: FusedDecoder) -> FusedDecoder:
+        fused.bind([self.pool.layers[i] for i in range(len(fused.layers))])
+        return fused
 
     def prepare(
         self,
@@ -256,6 +277,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         cache.step, cache.past = step, 0
         ids = flat_ids(work)
+        if self._fused is not None and cache is self.cache:
+            return self._fused(ids, positions, step.metadata, wanted)
         device = self.device
         inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
         if self._takes_logits_to_keep and len(wanted):
@@ -267,7 +290,7 @@ class ModelRunner:
     def _dense(self, cache: EngineCache, work: Sequence[Work]) -> torch.Tensor:
         width, past = work[0].count, max(part.start for part in work)
         starts = np.array([part.start for part in work])[:, None]
-        tables, size = _tables(work), self.block_size
+        tables, size = tables_of(work), self.block_size
         rows = np.arange(len(work))[:, None]
         positions = starts + np.arange(width)[None, :]
         before = np.arange(past)[None, :] - (past - starts)
@@ -365,7 +388,7 @@ class ModelRunner:
 
             try:
                 cache = EngineCache(self.config, storage, packed)
-                got = self._two_steps(cache, ids)
+                got = self._in_company(cache, ids)
             except (HfPagedError, ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
                 # whatever a model raises at a shape it does not know means the same: not in this way
                 reasons.append(f"{'packed' if packed else 'as padded rows'}: {error}")
@@ -385,21 +408,26 @@ class ModelRunner:
             "model.generate(cache_implementation='paged') serves it"
         )
 
-    def _two_steps(self, cache: EngineCache, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def _in_company(self, cache: EngineCache, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Logits behind the last token of two sequences, which run together, the longer one's prompt in pieces."""
         per_row = -(-max(_PROBE_LENGTHS) // self.block_size)
         blocks = [list(range(1 + i * per_row, 1 + (i + 1) * per_row)) for i in range(len(ids))]
         # recurrent models may take a prompt in one piece only, and go on by one token at a time
-        cut = len(ids[0]) - (1 if cache.recurrent else 2)
-        first = [_Probe("a", ids[0][:cut], 0, blocks[0], num_logits=0), _Probe("b", ids[1], 0, blocks[1])]
-        second = self._forward(cache, first)
-        return [self._forward(cache, [_Probe("a", ids[0][cut:], cut, blocks[0])])[0], second[0]]
+        ends = [len(x) - 1 for x in ids]
+        half = ends[0] if cache.recurrent else ends[0] // 2
+        first = [Probe("a", ids[0][:half], 0, blocks[0], 0), Probe("b", ids[1][: ends[1]], 0, blocks[1], 0)]
+        self._forward(cache, first)
+        if half < ends[0]:
+            self._forward(cache, [Probe("a", ids[0][half : ends[0]], half, blocks[0], 0)])
+        last = [Probe(key, x[end:], end, b) for key, x, end, b in zip("ab", ids, ends, blocks, strict=True)]
+        return list(self._forward(cache, last))
 
     def _in_pieces(self, cache: EngineCache, ids: Sequence[int], want: torch.Tensor, tolerance: float) -> bool:
         """Whether a recurrent model that has seen half of a prompt can go on with all the rest of it at once."""
         cut, blocks = len(ids) // 2, list(range(1, 1 + -(-len(ids) // self.block_size)))
         try:
-            self._forward(cache, [_Probe("a", ids[:cut], 0, blocks, num_logits=0)])
-            got = self._forward(cache, [_Probe("a", ids[cut:], cut, blocks)])[0]
+            self._forward(cache, [Probe("a", ids[:cut], 0, blocks, num_logits=0)])
+            got = self._forward(cache, [Probe("a", ids[cut:], cut, blocks)])[0]
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
             logger.info("engine: prompts are computed in one piece (%s)", error)
             return False
@@ -409,39 +437,6 @@ class ModelRunner:
         return True
 
 
-def pack(work: Sequence[Work], block_size: int) -> tuple[Step, torch.Tensor, torch.Tensor]:
-    """All parts in one row: the step, the positions (int64 ``[tokens]``), and the indices of the tokens whose logits
-    are wanted (int64)."""
-    counts = np.array([part.count for part in work], dtype=np.int32)
-    starts = np.array([part.start for part in work], dtype=np.int32)
-    ends = np.cumsum(counts, dtype=np.int32)
-    tables = _tables(work)
-    row = np.repeat(np.arange(len(work)), counts)
-    positions = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts) + np.repeat(starts, counts)
-    slots = tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    step = Step(
-        AttentionMetadata(
-            cu_seqlens_q=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-            seq_lens=torch.from_numpy(starts + counts),
-            block_tables=torch.from_numpy(tables),
-            slot_mapping=torch.from_numpy(slots),
-            max_query_len=int(counts.max()),
-            max_seq_len=int((starts + counts).max()),
-        )
-    )
-    wanted = np.array([part.num_logits for part in work])
-    first = np.repeat(ends - np.cumsum(wanted), wanted)  # the k-th of all wanted is at first + k
-    return step, torch.from_numpy(positions.astype(np.int64)), torch.from_numpy(first + np.arange(len(first)))
-
-
-def flat_ids(work: Sequence[Work]) -> torch.Tensor:
-    """The token ids of all parts, one after the other, int64."""
-    flat = array("q")
-    for part in work:
-        flat.extend(part.token_ids)
-    return torch.from_numpy(np.frombuffer(flat, dtype=np.int64))
-
-
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference of two rows of logits, in terms of the largest logit."""
     return float((a - b).abs().max() / b.abs().max())
@@ -449,12 +444,3 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _exact(model: torch.nn.Module) -> bool:
     return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
-
-
-def _tables(work: Sequence[Work]) -> Ints:
-    """Block ids as int32 ``[parts, widest]``, zeros beyond each part's own."""
-    widest = max(len(part.blocks) for part in work)
-    tables = np.zeros((len(work), widest), dtype=np.int32)
-    for row, part in enumerate(work):
-        tables[row, : len(part.blocks)] = part.blocks
-    return tables

@@ -1,4 +1,4 @@
-"""Prefixes of models with recurrent layers: requests go on from states that others left, and get what they get alone."""
+"""Prefixes of models with recurrent layers: requests go on from states others left, and get what they get alone."""
 
 from __future__ import annotations
 

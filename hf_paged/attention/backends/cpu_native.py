@@ -52,6 +52,13 @@ class _Layer:
         #: (scaling, window, softcap, chunk) -> struct; a layer sees one or two in its life
         self.params: dict[tuple[float, int | None, float | None, int | None], _Params] = {}
 
+    def params_for(self, params: AttentionParams) -> _Params:
+        key = (params.scaling, params.sliding_window, params.softcap, params.chunk_size)
+        known = self.params.get(key)
+        if known is None:
+            known = self.params[key] = _Params(params)
+        return known
+
 
 class _Params:
     __slots__ = ("address", "struct")
@@ -97,6 +104,22 @@ def _layer(kv: LayerKV) -> _Layer:
     if not isinstance(layer, _Layer):
         layer = kv.aux[_AUX] = _Layer(kv)
     return layer
+
+
+def addresses(kv: LayerKV, params: AttentionParams) -> tuple[int, int]:
+    """``hfp_layer`` and ``hfp_params`` for calls of a layer; both live as long as ``kv``."""
+    layer = _layer(kv)
+    return layer.address, layer.params_for(params).address
+
+
+def batch_address(metadata: AttentionMetadata) -> int:
+    """``hfp_batch`` of a forward; it lives as long as ``metadata``."""
+    batch = metadata.__dict__.get(_BATCH)
+    if batch is None:
+        # The metadata is frozen for its users; this is our note in the margin, and dies with it.
+        batch = metadata.__dict__[_BATCH] = _Batch(metadata)
+    address: int = batch.address
+    return address
 
 
 def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -209,14 +232,8 @@ class CpuNativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         layer = kv.aux.get(_AUX) or _layer(kv)
         assert isinstance(layer, _Layer)
-        batch = metadata.__dict__.get(_BATCH)
-        if batch is None:
-            # The metadata is frozen for its users; this is our note in the margin, and dies with it.
-            batch = metadata.__dict__[_BATCH] = _Batch(metadata)
-        key = (params.scaling, params.sliding_window, params.softcap, params.chunk_size)
-        known = layer.params.get(key)
-        if known is None:
-            known = layer.params[key] = _Params(params)
+        batch = batch_address(metadata)
+        known = layer.params_for(params)
         if query.dtype is not layer.dtype:
             return self.attend(query.to(layer.dtype), kv, metadata, params).to(query.dtype)
         token_stride, head_stride, dim_stride = query.stride()
@@ -237,7 +254,7 @@ class CpuNativeBackend(AttentionBackend):
             out = query.new_empty((num_tokens, num_heads, layer.v_head_dim))
         status = layer.attend(
             layer.address,
-            batch.address,
+            batch,
             known.address,
             out.data_ptr(),
             query.data_ptr(),

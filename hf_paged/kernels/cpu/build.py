@@ -27,12 +27,14 @@ _COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno
 _WARN = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-psabi", "-Wno-ignored-attributes"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-_X86_UNITS: dict[str, list[str]] = {
-    "attend_avx2.cpp": _AVX2,
-    "attend_avx512.cpp": _AVX512,
-    "attend_avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
-    "attend_amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+_X86_FLAGS: dict[str, list[str]] = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
+    "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
+#: sources that are compiled once for each instruction set
+_PER_ISA = ("attend", "decoder")
 
 
 class BuildError(Exception):
@@ -78,10 +80,12 @@ def build(target: Path | None = None) -> Path:
     flags = [*_COMMON, *_WARN]
     if _accepts(compiler, ["-fopenmp"]):
         flags.append("-fopenmp")
-    units: dict[str, list[str]] = {"common.cpp": [], "attend_portable.cpp": []}
+    levels: dict[str, list[str]] = {"portable": []}
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-DHFP_X86")
-        units.update(_X86_UNITS)
+        levels.update(_X86_FLAGS)
+    units = {f"{name}_{isa}.cpp": extra for name in _PER_ISA for isa, extra in levels.items()}
+    units["common.cpp"] = []
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{Path(name).stem}.o") for name in units]
         commands = [

@@ -1,6 +1,6 @@
 // Everything but attention: choice of the instruction set, writing, reading back and copying blocks, checksums.
 // Compiled for the baseline of the architecture; the code here is bound by memory, not by arithmetic.
-#include "hfp_abi.h"
+#include "hfp_decoder.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -285,6 +285,27 @@ HFP_EXPORT int hfp_attend(const hfp_layer* layer, const hfp_batch* batch, const 
         default: return hfp_attend_portable(&args);
     }
 }
+
+#if defined(HFP_X86)
+#define HFP_DISPATCH(NAME, ARGS)                                                              \
+    const hfp_decoder* decoder = (ARGS)->decoder;                                             \
+    const int isa = decoder->dtype != HFP_BF16 && decoder->isa > HFP_AVX512 ? HFP_AVX512 : decoder->isa; \
+    switch (isa) {                                                                            \
+        case HFP_AVX2: return NAME##_avx2(ARGS);                                              \
+        case HFP_AVX512: return NAME##_avx512(ARGS);                                          \
+        case HFP_AVX512_BF16: return NAME##_avx512_bf16(ARGS);                                \
+        case HFP_AMX: return NAME##_amx(ARGS);                                                \
+        default: return NAME##_portable(ARGS);                                                \
+    }
+#else
+#define HFP_DISPATCH(NAME, ARGS) return NAME##_portable(ARGS);
+#endif
+
+// Layers of a decoder over the rows of x, in place; see decoder.inl.
+HFP_EXPORT int hfp_decode(const hfp_decode_args* args) { HFP_DISPATCH(hfp_decode, args) }
+
+// Norm and product of rows of x: the head of a model, or what a layer's own MLP reads.
+HFP_EXPORT int hfp_project(const hfp_project_args* args) { HFP_DISPATCH(hfp_project, args) }
 
 // key [T, Hkv, Dk], value [T, Hkv, Dv] with strides in elements; slots [T], -1 to skip.
 HFP_EXPORT int hfp_write(hfp_layer* layer, const void* key, const void* value, const int64_t* slots, int64_t num_tokens,

@@ -19,7 +19,7 @@ import torch
 from hf_paged.errors import ConfigError, InternalError
 from hf_paged.kernels.cpu.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 #: HF_PAGED_CPU_ISA takes one of these; without it the best the processor runs is used.
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
@@ -101,6 +101,8 @@ class Library:
         self.attend = bind(
             "hfp_attend", i32, pointer, pointer, pointer, pointer, pointer, i64, i64, i64, i32, i32, pointer, pointer
         )
+        self.decode = bind("hfp_decode", i32, pointer)
+        self.project = bind("hfp_project", i32, pointer)
         self.write = bind("hfp_write", i32, pointer, pointer, pointer, pointer, i64, i64, i64, i64, i64, i32)
         self.gather = bind("hfp_gather", i32, pointer, pointer, pointer, pointer, i64, i32)
         self.copy_blocks = bind("hfp_copy_blocks", i32, pointer, i64, pointer, pointer, i64, i32)

@@ -1,0 +1,238 @@
+// Decoder layers of a Llama-like transformer over paged K and V: one source, compiled once per instruction set.
+//
+// The including file defines HFP_DECODE and HFP_PROJECT, the names of the entry points, and HFP_USE_AMX where the
+// compiler flags allow AMX. The residual stream stays in fp32; products read the model's dtype and sum in fp32. Storing
+// keys and attending is the business of hfp_write and hfp_attend.
+
+#include "hfp_decoder.h"
+#include "product.inl"
+
+namespace {
+
+constexpr int64_t kSerialFloats = 16 << 10;  // below this much to go through a second thread costs more than it brings
+
+HFP_INLINE float hsum(VF v) {
+    float s = 0.0f;
+    for (int i = 0; i < HFP_W; i++) s += v[i];
+    return s;
+}
+
+// x * w / rms, into the dtype that products read
+template <bool BF16>
+HFP_INLINE void put(void* out, int64_t at, float x) {
+    if (BF16) {
+        static_cast<uint16_t*>(out)[at] = float_to_bf16(x);
+    } else {
+        static_cast<float*>(out)[at] = x;
+    }
+}
+
+HFP_INLINE float scale_of(const float* x, int64_t n, float eps) {
+    VF sum = VF{};
+    int64_t i = 0;
+    for (; i + HFP_W <= n; i += HFP_W) {
+        const VF v = load(x + i);
+        sum = fma(v, v, sum);
+    }
+    float total = hsum(sum);
+    for (; i < n; i++) total += x[i] * x[i];
+    return 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + eps);
+}
+
+template <bool BF16>
+HFP_INLINE void norm_rows(const hfp_norm* norm, const float* x, int64_t rows, int64_t n, void* out, int64_t ldo, int num_threads) {
+    parallel(num_threads, rows * n > kSerialFloats, [&](int t, int threads) {
+        int64_t first, last;
+        share(rows, t, threads, &first, &last);
+        for (int64_t r = first; r < last; r++) {
+            const float* row = x + r * n;
+            const float scale = norm->w ? scale_of(row, n, norm->eps) : 1.0f;
+            if (norm->w) {
+                for (int64_t i = 0; i < n; i++) put<BF16>(out, r * ldo + i, row[i] * scale * norm->w[i]);
+            } else {
+                for (int64_t i = 0; i < n; i++) put<BF16>(out, r * ldo + i, row[i]);
+            }
+        }
+    });
+}
+
+// x += norm(y)
+HFP_INLINE void add_normed(const hfp_norm* norm, const float* y, float* x, int64_t rows, int64_t n, int num_threads) {
+    parallel(num_threads, rows * n > kSerialFloats, [&](int t, int threads) {
+        int64_t first, last;
+        share(rows, t, threads, &first, &last);
+        for (int64_t r = first; r < last; r++) {
+            const float scale = scale_of(y + r * n, n, norm->eps);
+            for (int64_t i = 0; i < n; i++) x[r * n + i] += y[r * n + i] * scale * norm->w[i];
+        }
+    });
+}
+
+HFP_INLINE VF sigmoid(VF x) { return splat(1.0f) / (splat(1.0f) + exp2v<5>(x * splat(-1.4426950408889634f))); }
+
+HFP_INLINE VF activate(int act, VF x) {
+    if (act == HFP_SILU) return x * sigmoid(x);
+    if (act == HFP_RELU) return vmax(x, VF{});
+    if (act == HFP_GELU) {
+        VF y = x;
+        for (int i = 0; i < HFP_W; i++) y[i] = 0.5f * x[i] * (1.0f + __builtin_erff(x[i] * 0.70710678118654752f));
+        return y;
+    }
+    const VF inner = splat(0.7978845608028654f) * (x + splat(0.044715f) * x * x * x);
+    return splat(0.5f) * x * (splat(1.0f) + tanhv(inner));
+}
+
+// out[r][c] = product + bias, or += that
+template <bool ADD>
+HFP_INLINE void finish_plain(const hfp_linear* linear, float* out, int64_t row, int rows, int64_t panel, const float* tile) {
+    const int64_t n = linear->n, from = panel * kPanel;
+    const int width = static_cast<int>(n - from < kPanel ? n - from : kPanel);
+    for (int r = 0; r < rows; r++) {
+        float* to = out + (row + r) * n + from;
+        const float* sums = tile + r * kPanel;
+        int c = 0;
+        for (; c + HFP_W <= width; c += HFP_W) {
+            VF y = load(sums + c);
+            if (linear->bias) y += load(linear->bias + from + c);
+            store(to + c, ADD ? load(to + c) + y : y);
+        }
+        for (; c < width; c++) {
+            const float y = linear->bias ? sums[c] + linear->bias[from + c] : sums[c];
+            to[c] = ADD ? to[c] + y : y;
+        }
+    }
+}
+
+// h[r][c] = act(gate) * up; n counts gate and up, padded to whole panels
+template <bool BF16>
+HFP_INLINE void finish_gated(const hfp_linear* linear, int act, void* out, int64_t ldo, int64_t row, int rows, int64_t panel, const float* tile) {
+    const int64_t from = panel * (kPanel / 2);
+    for (int r = 0; r < rows; r++) {
+        float line[kPanel / 2];
+        for (int c = 0; c < kPanel / 2; c += HFP_W) {
+            VF gate = load(tile + r * kPanel + c), up = load(tile + r * kPanel + kPanel / 2 + c);
+            if (linear->bias) {
+                gate += load(linear->bias + panel * kPanel + c);
+                up += load(linear->bias + panel * kPanel + kPanel / 2 + c);
+            }
+            store(line + c, activate(act, gate) * up);
+        }
+        for (int c = 0; c < kPanel / 2 && from + c < ldo; c++) put<BF16>(out, (row + r) * ldo + from + c, line[c]);
+    }
+}
+
+// Rotates the first `rotary` dimensions of a head, in halves.
+HFP_INLINE void rotate_head(float* head, const float* cos, const float* sin, int rotary) {
+    const int half = rotary / 2;
+    for (int i = 0; i < half; i++) {
+        const float a = head[i], b = head[i + half];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+HFP_INLINE void norm_in_place(const hfp_norm* norm, float* x, int64_t n) {
+    const float scale = scale_of(x, n, norm->eps);
+    for (int64_t i = 0; i < n; i++) x[i] = x[i] * scale * norm->w[i];
+}
+
+// From the rows of qkv in work->y to q, k and v.
+template <bool BF16>
+HFP_INLINE void split_heads(const hfp_decode_args* args, const hfp_decoder_layer* layer) {
+    const hfp_decoder* d = args->decoder;
+    const hfp_workspace* work = args->work;
+    const int64_t dim = d->head_dim, nq = d->heads * dim, nk = d->kv_heads * dim, all = nq + 2 * nk;
+    parallel(d->num_threads, args->tokens * all > kSerialFloats, [&](int t, int threads) {
+        int64_t first, last;
+        share(args->tokens, t, threads, &first, &last);
+        for (int64_t r = first; r < last; r++) {
+            float* row = work->y + r * all;
+            if (layer->whole_qk_norm) {
+                norm_in_place(&layer->q_norm, row, nq);
+                norm_in_place(&layer->k_norm, row + nq, nk);
+            }
+            for (int h = 0; h < d->heads + d->kv_heads; h++) {
+                const hfp_norm* norm = h < d->heads ? &layer->q_norm : &layer->k_norm;
+                if (norm->w && !layer->whole_qk_norm) norm_in_place(norm, row + h * dim, dim);
+                rotate_head(row + h * dim, args->cos + r * d->rotary_dim, args->sin + r * d->rotary_dim, d->rotary_dim);
+            }
+            for (int64_t i = 0; i < nq; i++) put<BF16>(work->q, r * nq + i, row[i]);
+            for (int64_t i = 0; i < nk; i++) put<BF16>(work->k, r * nk + i, row[nq + i]);
+            for (int64_t i = 0; i < nk; i++) put<BF16>(work->v, r * nk + i, row[nq + nk + i]);
+        }
+    });
+}
+
+// x += norm(linear(a)), or without the norm straight into x
+template <bool BF16>
+HFP_INLINE void add_product(const hfp_decode_args* args, const hfp_linear* linear, const hfp_norm* norm, const void* a, int64_t lda) {
+    const hfp_decoder* d = args->decoder;
+    const char* rows = static_cast<const char*>(a);
+    if (!norm->w) {
+        product<BF16>(linear, rows, lda, args->tokens, d->num_threads, [&](int64_t row, int n, int64_t panel, const float* tile) {
+            finish_plain<true>(linear, args->x, row, n, panel, tile);
+        });
+        return;
+    }
+    product<BF16>(linear, rows, lda, args->tokens, d->num_threads, [&](int64_t row, int n, int64_t panel, const float* tile) {
+        finish_plain<false>(linear, args->work->y, row, n, panel, tile);
+    });
+    add_normed(norm, args->work->y, args->x, args->tokens, d->hidden, d->num_threads);
+}
+
+template <bool BF16>
+int decode(const hfp_decode_args* args) {
+    const hfp_decoder* d = args->decoder;
+    const hfp_workspace* work = args->work;
+    const int64_t tokens = args->tokens, dim = d->head_dim, nq = d->heads * dim, nk = d->kv_heads * dim;
+    const int64_t lda = round_up(d->hidden, 32);
+    for (int i = args->first; i < args->last; i++) {
+        const hfp_decoder_layer* layer = d->layers + i;
+        norm_rows<BF16>(&layer->before_attn, args->x, tokens, d->hidden, work->a, lda, d->num_threads);
+        product<BF16>(&layer->qkv, static_cast<const char*>(work->a), lda, tokens, d->num_threads,
+                      [&](int64_t row, int n, int64_t panel, const float* tile) {
+                          finish_plain<false>(&layer->qkv, work->y, row, n, panel, tile);
+                      });
+        split_heads<BF16>(args, layer);
+        int status = hfp_write(layer->kv, work->k, work->v, args->slots, tokens, nk, dim, nk, dim, d->num_threads);
+        if (status) return status;
+        status = hfp_attend(layer->kv, args->batch, layer->params, work->o, work->q, tokens, nq, dim, d->heads, d->num_threads, layer->sinks, nullptr);
+        if (status) return status;
+        add_product<BF16>(args, &layer->o, &layer->after_attn, work->o, nq);
+        if (!layer->gate_up.w) continue;
+        norm_rows<BF16>(&layer->before_mlp, args->x, tokens, d->hidden, work->a, lda, d->num_threads);
+        const int64_t ldh = round_up(layer->down.k, 32);
+        product<BF16>(&layer->gate_up, static_cast<const char*>(work->a), lda, tokens, d->num_threads,
+                      [&](int64_t row, int n, int64_t panel, const float* tile) {
+                          finish_gated<BF16>(&layer->gate_up, layer->act, work->h, ldh, row, n, panel, tile);
+                      });
+        add_product<BF16>(args, &layer->down, &layer->after_mlp, work->h, ldh);
+    }
+    return HFP_OK;
+}
+
+template <bool BF16>
+int project(const hfp_project_args* args) {
+    const hfp_decoder* d = args->decoder;
+    const int64_t lda = round_up(d->hidden, 32);
+    if (!args->linear) {
+        norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, args->out, d->hidden, d->num_threads);
+        return HFP_OK;
+    }
+    norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, args->a, lda, d->num_threads);
+    product<BF16>(args->linear, static_cast<const char*>(args->a), lda, args->rows, d->num_threads,
+                  [&](int64_t row, int n, int64_t panel, const float* tile) {
+                      finish_plain<false>(args->linear, static_cast<float*>(args->out), row, n, panel, tile);
+                  });
+    return HFP_OK;
+}
+
+}  // namespace
+
+int HFP_DECODE(const hfp_decode_args* args) {
+    return args->decoder->dtype == HFP_BF16 ? decode<true>(args) : decode<false>(args);
+}
+
+int HFP_PROJECT(const hfp_project_args* args) {
+    return args->decoder->dtype == HFP_BF16 ? project<true>(args) : project<false>(args);
+}

@@ -1,0 +1,287 @@
+"""Packed weights and layers for the native decoder; the mirror of ``hfp_decoder.h``.
+
+It owns the packed copies, the structs that point to them and the workspace. It knows no models and no caches: whoever
+recognises a model's layers describes them with the dataclasses here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_paged.errors import InternalError
+from hf_paged.kernels.cpu import native
+
+#: outputs whose weights lie side by side; rows and columns of buffers are padded to whole ones
+PANEL = 32
+#: names of activations as the kernels number them
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+
+_pointer, _i32, _i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class NormStruct(ctypes.Structure):
+    """``hfp_norm``"""
+
+    _fields_ = [("w", _pointer), ("eps", ctypes.c_float)]
+
+
+class LinearStruct(ctypes.Structure):
+    """``hfp_linear``"""
+
+    _fields_ = [("w", _pointer), ("bias", _pointer), ("n", _i32), ("k", _i32)]
+
+
+class DecoderLayerStruct(ctypes.Structure):
+    """``hfp_decoder_layer``"""
+
+    _fields_ = [
+        *[(name, NormStruct) for name in ("before_attn", "after_attn", "before_mlp", "after_mlp", "q_norm", "k_norm")],
+        *[(name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")],
+        ("kv", _pointer),
+        ("params", _pointer),
+        ("sinks", _pointer),
+        ("act", _i32),
+        ("whole_qk_norm", _i32),
+    ]
+
+
+class DecoderStruct(ctypes.Structure):
+    """``hfp_decoder``"""
+
+    _fields_ = [
+        ("layers", _pointer),
+        *[(n, _i32) for n in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "dtype", "isa", "num_threads")],
+    ]
+
+
+class WorkspaceStruct(ctypes.Structure):
+    """``hfp_workspace``"""
+
+    _fields_ = [(name, _pointer) for name in ("a", "h", "q", "k", "v", "o", "y")]
+
+
+class DecodeStruct(ctypes.Structure):
+    """``hfp_decode_args``"""
+
+    _fields_ = [
+        *[(name, _pointer) for name in ("decoder", "work", "batch", "slots", "x", "cos", "sin")],
+        ("tokens", _i64),
+        ("first", _i32),
+        ("last", _i32),
+    ]
+
+
+class ProjectStruct(ctypes.Structure):
+    """``hfp_project_args``"""
+
+    _fields_ = [*[(name, _pointer) for name in ("decoder", "norm", "linear", "a", "x", "out")], ("rows", _i64)]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root mean square norm: ``weight`` float32 ``[n]``."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """Weights of a product in panels. ``bias`` is float32, padded like the outputs where those are gated."""
+
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+    n: int
+    k: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer; what it has not is None. Without ``gate_up`` and ``down`` it ends after its attention.
+
+    ``kv`` and ``params`` are addresses of structs of ``native``; ``keep`` holds what they point to.
+    """
+
+    qkv: PackedLinear
+    o: PackedLinear
+    kv: int
+    params: int
+    before_attn: Norm | None = None
+    after_attn: Norm | None = None
+    before_mlp: Norm | None = None
+    after_mlp: Norm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    whole_qk_norm: bool = False
+    gate_up: PackedLinear | None = None
+    down: PackedLinear | None = None
+    act: str = "silu"
+    sinks: torch.Tensor | None = None
+    keep: Any = None
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """Pack ``weight [n, k]`` (float32 or bfloat16) of ``y = x W^T + b``."""
+    n, k = weight.shape
+    return PackedLinear(_panels(weight.detach()), None if bias is None else bias.detach().float().contiguous(), n, k)
+
+
+def pack_gated(
+    gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None = None, up_bias: torch.Tensor | None = None
+) -> PackedLinear:
+    """Pack two products of the same rows, ``[n, k]`` each, so that the two outputs that belong together are summed by
+    the same thread: 16 of the first and 16 of the second in a panel."""
+    if (gate_bias is None) != (up_bias is None):
+        raise InternalError("of a gate and what it gates, one has a bias and one has not")
+    weight = _interleaved(gate.detach(), up.detach())
+    bias = None
+    if gate_bias is not None and up_bias is not None:
+        bias = _interleaved(gate_bias.detach().float()[:, None], up_bias.detach().float()[:, None])[:, 0].contiguous()
+    return PackedLinear(_panels(weight), bias, weight.shape[0], weight.shape[1])
+
+
+def _interleaved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    half, (n, k) = PANEL // 2, a.shape
+    groups = -(-n // half)
+    both = a.new_zeros(2, groups * half, k)
+    both[0, :n], both[1, :n] = a, b
+    return both.view(2, groups, half, k).transpose(0, 1).reshape(groups * PANEL, k)
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    n, k = weight.shape
+    panels = -(-n // PANEL)
+    paired = weight.dtype == torch.bfloat16
+    depth = -(-k // PANEL) * PANEL if paired else k
+    if (panels * PANEL, depth) != (n, k):
+        weight = torch.nn.functional.pad(weight, (0, depth - k, 0, panels * PANEL - n))
+    if paired:  # two bfloat16 travel as one number
+        pairs = weight.contiguous().view(torch.int32).view(panels, PANEL, depth // 2)
+        return pairs.transpose(1, 2).contiguous()
+    return weight.view(panels, PANEL, depth).transpose(1, 2).contiguous()
+
+
+class Decoder:
+    """Layers that one call runs, and the buffers they work in.
+
+    Args:
+        layers: in order.
+        hidden, heads, kv_heads, head_dim, rotary_dim: sizes, the same in all layers.
+        dtype: float32 or bfloat16, of the weights, the blocks and what products read. The stream is float32.
+
+    Not thread-safe: calls share buffers.
+    """
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], *, hidden: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self._lib = native.library()
+        self._keep = list(layers)
+        self.hidden, self.dtype = hidden, dtype
+        structs = (DecoderLayerStruct * len(layers))(*map(_layer_struct, layers))
+        self._layers = structs
+        self.struct = DecoderStruct(
+            ctypes.addressof(structs), hidden, heads, kv_heads, head_dim, rotary_dim, native.DTYPE_CODES[dtype],
+            native.isa_level(), torch.get_num_threads(),
+        )  # fmt: skip
+        self._widths = {
+            "a": -(-hidden // PANEL) * PANEL,
+            "h": max((-(-layer.down.k // PANEL) * PANEL for layer in layers if layer.down is not None), default=0),
+            "q": heads * head_dim,
+            "k": kv_heads * head_dim,
+            "v": kv_heads * head_dim,
+            "o": heads * head_dim,
+            "y": max((heads + 2 * kv_heads) * head_dim, hidden),
+        }
+        self._rows = 0
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._work = WorkspaceStruct()
+        self._decode = DecodeStruct(decoder=ctypes.addressof(self.struct), work=ctypes.addressof(self._work))
+        self._decode_at = ctypes.addressof(self._decode)
+        self._project = ProjectStruct(decoder=ctypes.addressof(self.struct))
+        self._project_at = ctypes.addressof(self._project)
+        self._heads: dict[int, tuple[NormStruct, LinearStruct | None]] = {}
+
+    def _reserve(self, rows: int) -> None:
+        if rows <= self._rows:
+            return
+        self._rows = rows = -(-rows // PANEL) * PANEL
+        for name, width in self._widths.items():
+            dtype = torch.float32 if name == "y" else self.dtype
+            self._buffers[name] = torch.zeros(rows, width, dtype=dtype)
+            setattr(self._work, name, self._buffers[name].data_ptr())
+        self._project.a = self._work.a
+
+    def decode(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: int, slots: torch.Tensor, first: int,
+        last: int,
+    ) -> None:  # fmt: skip
+        """Run layers ``first`` to ``last - 1`` on ``x`` (float32 ``[tokens, hidden]``), in place.
+
+        ``cos`` and ``sin`` are float32 ``[tokens, rotary_dim]``, ``slots`` int64 ``[tokens]``, all contiguous;
+        ``batch`` is the address of an ``hfp_batch``.
+        """
+        tokens = x.shape[0]
+        self._reserve(tokens)
+        args = self._decode
+        args.batch, args.slots, args.tokens = batch, slots.data_ptr(), tokens
+        args.x, args.cos, args.sin = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        args.first, args.last = first, last
+        self.struct.num_threads = torch.get_num_threads()
+        status = self._lib.decode(self._decode_at)
+        if status:
+            native.check(status)
+
+    def project(self, norm: Norm | None, linear: PackedLinear | None, x: torch.Tensor) -> torch.Tensor:
+        """``linear`` of the norm of ``x`` (float32 ``[rows, hidden]``): float32 ``[rows, n]``. Without ``linear`` the
+        normed rows, in the decoder's dtype."""
+        rows = x.shape[0]
+        self._reserve(rows)
+        shape = (rows, self.hidden if linear is None else linear.n)
+        out = torch.empty(shape, dtype=self.dtype if linear is None else torch.float32)
+        key = id(norm), id(linear)
+        known = self._heads.get(hash(key))
+        if known is None:
+            self._keep.append((norm, linear))  # type: ignore[arg-type]
+            known = self._heads[hash(key)] = _norm_struct(norm), None if linear is None else _linear_struct(linear)
+        args = self._project
+        args.norm = ctypes.addressof(known[0])
+        args.linear = None if known[1] is None else ctypes.addressof(known[1])
+        args.x, args.out, args.rows = x.data_ptr(), out.data_ptr(), rows
+        self.struct.num_threads = torch.get_num_threads()
+        native.check(self._lib.project(self._project_at))
+        return out
+
+
+def _norm_struct(norm: Norm | None) -> NormStruct:
+    return NormStruct() if norm is None else NormStruct(norm.weight.data_ptr(), norm.eps)
+
+
+def _linear_struct(linear: PackedLinear | None) -> LinearStruct:
+    if linear is None:
+        return LinearStruct()
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return LinearStruct(linear.packed.data_ptr(), bias, linear.n, linear.k)
+
+
+def _layer_struct(layer: DecoderLayer) -> DecoderLayerStruct:
+    norms = ("before_attn", "after_attn", "before_mlp", "after_mlp", "q_norm", "k_norm")
+    return DecoderLayerStruct(
+        *[_norm_struct(getattr(layer, name)) for name in norms],
+        *[_linear_struct(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")],
+        layer.kv,
+        layer.params,
+        None if layer.sinks is None else layer.sinks.data_ptr(),
+        ACTIVATIONS.index(layer.act),
+        layer.whole_qk_norm,
+    )

@@ -1,0 +1,408 @@
+"""Decoders of the usual build, recognised in a model and run by the native decoder instead of module by module.
+
+A layer of the usual build is: norm, one or three projections to queries, keys and values, perhaps a norm of those,
+rotary positions in halves, attention on blocks, a projection back, the sum, norm, a gated MLP (or whatever the model
+has in its place, which then runs as it is), the sum; with norms behind attention and MLP where the model has them. What
+modules are called is only how parts are found: each layer is then run beside the model's own on what the model itself
+fed it, and the whole beside the model's logits, and where they differ the model runs as ever.
+
+Weights are packed once more for the kernels (the model's own stay as they are); whoever owns a FusedDecoder packs again
+when they change. The residual stream is fp32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_paged.attention.backends import cpu_native
+from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV
+from hf_paged.kernels import cpu
+from hf_paged.kernels.cpu.decoder import Decoder, DecoderLayer, Norm, PackedLinear, pack, pack_gated
+
+_DTYPES = (torch.float32, torch.bfloat16)
+#: positions that rotary tables begin with
+_LEAST_POSITIONS = 256
+
+
+class Unusual(Exception):  # noqa: N818 -- it never leaves this module's callers
+    """The model is not of the usual build; the message says in what."""
+
+
+@dataclass
+class Seen:
+    """What a forward of the model's own fed to a layer and got from it, one row of tokens without padding."""
+
+    hidden: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    params: AttentionParams | None = None
+
+
+@dataclass
+class Parts:
+    """A model's modules by what they are to the decoder."""
+
+    embed: nn.Embedding
+    layers: Sequence[nn.Module]
+    norm: nn.Module
+    rotary: nn.Module
+    head: nn.Linear
+    seen: list[Seen] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, view: Any) -> Parts:
+        """Raises Unusual."""
+        reason = cpu.unavailable()
+        if reason is not None:
+            raise Unusual(reason)
+        base, head = view.base_model, view.get_output_embeddings()
+        try:
+            embed, layers, norm, rotary = base.embed_tokens, base.layers, base.norm, base.rotary_emb
+        except AttributeError as error:
+            raise Unusual("it is not made of embed_tokens, layers, norm and rotary_emb") from error
+        capped = getattr(view.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        if capped is not None:  # which small logits would not show
+            raise Unusual("its logits are capped")
+        return cls(embed, list(layers), norm, rotary, _linear(head))
+
+    def watching(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``run()`` a forward, and note what layers are fed and give."""
+        if any("forward" in layer.__dict__ for layer in self.layers):
+            raise Unusual("the forward of a layer was replaced")
+        self.seen = [Seen() for _ in self.layers]
+        try:
+            for layer, seen in zip(self.layers, self.seen, strict=True):
+                layer.__dict__["forward"] = _noting(layer, seen)
+            return run()
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+
+
+def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:
+    forward = layer.forward
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        output = forward(*args, **kwargs)
+        first = output[0] if isinstance(output, tuple) else output
+        seen.hidden, seen.output = (
+            None if x is None else x[0].detach().float().clone() for x in (hidden, first)
+        )  # fmt: skip
+        seen.rotary = kwargs.get("position_embeddings")
+        return output
+
+    return noting
+
+
+class FusedDecoder:
+    """A model from token ids to logits.
+
+    Args:
+        parts: with what a forward of the model's own has shown.
+        params: what each layer's attention asked for in that forward.
+        doubled: whether the model's rotary tables are of half a rotation, both halves being alike (GPT-OSS).
+    """
+
+    def __init__(self, parts: Parts, params: Sequence[AttentionParams], doubled: bool = False) -> None:
+        self.parts, self._params = parts, list(params)
+        weight = parts.head.weight
+        if weight.dtype not in _DTYPES:
+            raise Unusual(f"its weights are {weight.dtype}")
+        self.dtype: torch.dtype = weight.dtype
+        rotaries = [seen.rotary for seen in parts.seen]
+        if any(r is None or r is not rotaries[0] for r in rotaries) or rotaries[0] is None:
+            raise Unusual("its layers do not share one rotary embedding")
+        self._doubled = doubled
+        self.rotary_dim = int(rotaries[0][0].shape[-1]) * (2 if doubled else 1)
+        self.hidden = parts.embed.weight.shape[1]
+        self._cos = self._sin = torch.empty(0, self.rotary_dim)
+        self.layers: list[DecoderLayer] = []
+        self._head: tuple[Norm | None, PackedLinear] | None = None
+        self._decoder: Decoder | None = None
+        self.pack()
+
+    @classmethod
+    def tried(
+        cls, parts: Parts, params: Sequence[AttentionParams], storage: Sequence[LayerKV], metadata: AttentionMetadata,
+        positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor,
+    ) -> FusedDecoder:  # fmt: skip
+        """One that computes what the model's own forward has shown, see :meth:`check`. Raises Unusual."""
+        reasons = []
+        for doubled in (False, True):
+            try:
+                made = cls(parts, params, doubled)
+                if made.rotary_dim > storage[0].spec.head_dim:
+                    break
+                made.bind(storage)
+                made.check(metadata, positions, ids, want)
+                return made
+            except Unusual as error:
+                reasons.append(str(error))
+        raise Unusual(reasons[0])
+
+    # -- making it ---------------------------------------------------------------------------------------------------
+
+    def pack(self) -> None:
+        """Pack the weights as they are now. Raises Unusual."""
+        self._decoder = None
+        self.layers = []  # the old copies go before the new ones come
+        self._head = None
+        self.layers = [
+            self._layer(layer, params) for layer, params in zip(self.parts.layers, self._params, strict=True)
+        ]
+        head = self.parts.head
+        self._head = _norm(self.parts.norm, self.hidden), pack(head.weight, _bias(head))
+        self._cos = self._sin = torch.empty(0, self.rotary_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packed copies."""
+        packed = [p for x in self.layers for p in (x.qkv, x.o, x.gate_up, x.down) if p is not None]
+        return sum(p.nbytes for p in packed) + (0 if self._head is None else self._head[1].nbytes)
+
+    def bind(self, storage: Sequence[LayerKV]) -> None:
+        """Read and write blocks of these layers from now on. Raises Unusual."""
+        bound = []
+        for layer, params, kv in zip(self.layers, self._params, storage, strict=True):
+            if kv.backend != cpu_native.CpuNativeBackend.name or kv.spec.dtype != self.dtype:
+                raise Unusual(f"its blocks are {kv.spec.dtype} of the backend {kv.backend!r}")
+            addresses = cpu_native.addresses(kv, params)
+            bound.append(dataclasses.replace(layer, kv=addresses[0], params=addresses[1], keep=kv))
+        spec = storage[0].spec
+        self._decoder = Decoder(
+            bound, hidden=self.hidden, heads=self._heads(), kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+            rotary_dim=self.rotary_dim, dtype=self.dtype,
+        )  # fmt: skip
+
+    def _heads(self) -> int:
+        return self.layers[0].o.k // self._head_dim(self.parts.layers[0])
+
+    def _head_dim(self, layer: nn.Module) -> int:
+        return int(_attention(layer).head_dim)
+
+    def _layer(self, layer: nn.Module, params: AttentionParams) -> DecoderLayer:
+        attention = _attention(layer)
+        dim = self._head_dim(layer)
+        o = _linear(getattr(attention, "o_proj", None))
+        if params.alibi_slopes is not None:
+            raise Unusual("its attention has slopes")  # the kernels could; no such model is of this build
+        if o.weight.shape[1] % 32 and self.dtype == torch.bfloat16:
+            raise Unusual(f"its heads have {o.weight.shape[1]} dimensions together, not a multiple of 32")
+        whole = False
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        if q_norm is not None and q_norm.weight.shape[0] != dim:
+            whole = True
+        sizes = (o.weight.shape[1], _kv_width(attention, o.weight.shape[1])) if whole else (dim, dim)
+        extra = {name for name, _ in attention.named_children()} - {
+            "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm",
+        }  # fmt: skip
+        if extra:
+            raise Unusual(f"its attention has {', '.join(sorted(extra))}")
+        before_mlp, after_attn, after_mlp = (
+            getattr(layer, "pre_feedforward_layernorm", None),
+            getattr(layer, "post_attention_layernorm", None),
+            getattr(layer, "post_feedforward_layernorm", None),
+        )
+        if before_mlp is None and after_mlp is None:  # Llama calls the norm before the MLP by its place
+            before_mlp, after_attn = after_attn, None
+        gate_up, down, act = _mlp(getattr(layer, "mlp", None))
+        sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
+        return DecoderLayer(
+            qkv=_qkv(attention),
+            o=pack(o.weight, _bias(o)),
+            kv=0,
+            params=0,
+            before_attn=_norm(getattr(layer, "input_layernorm", None), self.hidden),
+            after_attn=_norm(after_attn, self.hidden),
+            before_mlp=_norm(before_mlp, self.hidden),
+            after_mlp=_norm(after_mlp, self.hidden),
+            q_norm=_norm(q_norm, sizes[0]),
+            k_norm=_norm(k_norm, sizes[1]),
+            whole_qk_norm=whole,
+            gate_up=gate_up,
+            down=down,
+            act=act,
+            sinks=sinks,
+        )
+
+    def check(
+        self, metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor
+    ) -> None:
+        """Raise Unusual unless each layer and the whole compute what the model's own forward has shown. ``want`` are
+        its logits for all of ``ids``; blocks are written again."""
+        assert self._decoder is not None
+        exact = self.dtype == torch.float32
+        for i, seen in enumerate(self.parts.seen):
+            assert seen.hidden is not None
+            assert seen.output is not None
+            x = seen.hidden.clone()
+            self._run(x, metadata, positions, i, i + 1)
+            change, size = (seen.output - seen.hidden).abs().max(), seen.hidden.abs().max()
+            allowed = 1e-4 * change if exact else 0.05 * change + 2**-6 * size
+            worst = (x - seen.output).abs().max()
+            if not worst <= allowed:
+                raise Unusual(f"layer {i} computes something else (off by {worst:.2g} where {allowed:.2g} is rounding)")
+        if not torch.equal(self._embedded(ids), torch.as_tensor(self.parts.seen[0].hidden)):
+            raise Unusual("its embeddings are changed on their way to the first layer")
+        got = self(ids, positions, metadata, torch.arange(len(ids)))
+        worst, allowed = (got - want).abs().max(), (1e-4 if exact else 0.1) * want.abs().max()
+        if not worst <= allowed:
+            raise Unusual(f"its logits are something else (off by {worst:.2g} where {allowed:.2g} is rounding)")
+
+    # -- running it --------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits, float32 ``[len(wanted), vocab]``, of the tokens with the indices ``wanted`` (int64).
+
+        ``ids`` and ``positions`` are int64 ``[tokens]``, as ``metadata`` packs them.
+        """
+        assert self._decoder is not None
+        assert self._head is not None
+        x = self._embedded(ids)
+        self._run(x, metadata, positions, 0, len(self.layers))
+        if not len(wanted):
+            return x.new_empty(0, self._head[1].n)
+        rows = x if len(wanted) == len(x) else x.index_select(0, wanted)
+        return self._decoder.project(*self._head, rows)
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.parts.embed(ids)
+        return rows.clone() if rows.dtype == torch.float32 else rows.float()
+
+    def _run(
+        self, x: torch.Tensor, metadata: AttentionMetadata, positions: torch.Tensor, first: int, last: int
+    ) -> None:
+        decoder = self._decoder
+        assert decoder is not None
+        cos, sin = self._rotary(positions, metadata.max_seq_len)
+        batch, slots = cpu_native.batch_address(metadata), metadata.slot_mapping
+        while first < last:  # up to a layer whose MLP is the model's own
+            end = next((i + 1 for i in range(first, last) if self.layers[i].gate_up is None), last)
+            decoder.decode(x, cos, sin, batch, slots, first, end)
+            layer = self.layers[end - 1]
+            if layer.gate_up is None:
+                normed = decoder.project(layer.before_mlp, None, x)
+                mlp: Any = self.parts.layers[end - 1].mlp
+                out = mlp(normed[None])
+                out = (out[0] if isinstance(out, tuple) else out).float().view_as(x)
+                if layer.after_mlp is not None:
+                    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + layer.after_mlp.eps)
+                    out = out * scale * layer.after_mlp.weight
+                x += out
+            first = end
+
+    def _rotary(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, float32 ``[tokens, rotary_dim]``, from tables of the model's own."""
+        if longest > len(self._cos):
+            length = max(_LEAST_POSITIONS, 1 << (longest - 1).bit_length())
+            cos, sin = self.parts.rotary(torch.empty(1, 1, 1), position_ids=torch.arange(length)[None])
+            tables = [t[0].float() for t in (cos, sin)]
+            self._cos, self._sin = (torch.cat([t, t], -1) if self._doubled else t.contiguous() for t in tables)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def _attention(layer: nn.Module) -> Any:
+    attention = getattr(layer, "self_attn", None)
+    if attention is None or not hasattr(attention, "head_dim"):
+        raise Unusual("a layer has no self_attn with a head_dim")
+    return attention
+
+
+def _kv_width(attention: Any, q_width: int) -> int:
+    k = getattr(attention, "k_proj", None)
+    return q_width if k is None else int(k.weight.shape[0])
+
+
+def _linear(module: Any) -> nn.Linear:
+    """The module, if its forward is a plain product with weights that can be read. Raises Unusual."""
+    if type(module) is not nn.Linear:
+        raise Unusual(f"a projection is a {type(module).__name__}")
+    weight: Any = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu":
+        raise Unusual("the weights of a projection are not plain parameters on the CPU")
+    if weight.layout is not torch.strided or weight.dtype not in _DTYPES:
+        raise Unusual(f"the weights of a projection are {weight.dtype}, {weight.layout}")
+    return module
+
+
+def _bias(linear: nn.Linear) -> torch.Tensor | None:
+    bias = linear._parameters.get("bias")
+    return None if bias is None else bias.detach()
+
+
+def _qkv(attention: Any) -> PackedLinear:
+    if hasattr(attention, "qkv_proj"):
+        linear = _linear(attention.qkv_proj)
+        return pack(linear.weight, _bias(linear))
+    projections = [_linear(getattr(attention, name, None)) for name in ("q_proj", "k_proj", "v_proj")]
+    biases, bias = [_bias(p) for p in projections], None
+    if any(b is not None for b in biases):
+        zeros = [p.weight.new_zeros(p.weight.shape[0]) for p in projections]
+        bias = torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)])
+    return pack(torch.cat([p.weight.detach() for p in projections]), bias)
+
+
+def _mlp(mlp: Any) -> tuple[PackedLinear | None, PackedLinear | None, str]:
+    """A gated MLP packed; nothing where it is something else, which then runs as it is."""
+    if mlp is None:
+        raise Unusual("a layer has no mlp")
+    names = {name for name, _ in mlp.named_children()}
+    act = _activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
+    fused = {"gate_up_proj", "down_proj"} <= names
+    if act is None or not (fused or {"gate_proj", "up_proj", "down_proj"} <= names):
+        return None, None, "silu"
+    down = _linear(mlp.down_proj)
+    if fused:
+        both = _linear(mlp.gate_up_proj)
+        gate, up = both.weight.detach().chunk(2)
+        bias = _bias(both)
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+    else:
+        parts = _linear(mlp.gate_proj), _linear(mlp.up_proj)
+        (gate, gate_bias), (up, up_bias) = ((p.weight, _bias(p)) for p in parts)
+    return pack_gated(gate, up, gate_bias, up_bias), pack(down.weight, _bias(down)), act
+
+
+def _activation(function: Any) -> str | None:
+    """The kernels' name of an activation, told by what it computes."""
+    if function is None:
+        return None
+    x = torch.linspace(-6, 6, 97)
+    known = {
+        "silu": nn.functional.silu(x),
+        "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
+        "gelu": nn.functional.gelu(x),
+        "relu": nn.functional.relu(x),
+    }
+    try:
+        y = function(x)
+    except Exception:  # whatever it is, it is not a function of single numbers
+        return None
+    return next((name for name, want in known.items() if torch.allclose(y, want, rtol=1e-6, atol=1e-6)), None)
+
+
+def _norm(module: Any, size: int) -> Norm | None:
+    """A root mean square norm, told by what it computes; None where there is none. Raises Unusual."""
+    if module is None:
+        return None
+    weight: Any = getattr(module, "weight", None)
+    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or eps is None or weight.shape != (size,):
+        raise Unusual(f"a norm is a {type(module).__name__} of another size")
+    probe = torch.linspace(-1, 1, size) * torch.tensor([[1.0], [1e-3]])
+    plain = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + float(eps))
+    got = module(probe.to(weight.dtype) if weight.dtype != torch.float32 else probe).detach().float()
+    for factor in (weight.detach().float(), 1 + weight.detach().float()):  # Gemma stores what is added to one
+        allowed = 1e-5 if weight.dtype == torch.float32 else 2e-2
+        if bool(((got - plain * factor).abs() <= allowed * (plain * factor).abs().max()).all()):
+            return Norm(factor.contiguous(), float(eps))
+    raise Unusual(f"a norm ({type(module).__name__}) is not a root mean square")

@@ -1,0 +1,188 @@
+"""Models of the usual build run on the native decoder, and give what stock generate() gives; others are left alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import LLM, SamplingParams
+from hf_paged.kernels import cpu
+from tests import zoo
+from tests.engine.fake import AdmitAll
+from tests.engine.test_llm_parity import alone, check_clean, prompts, wanted
+from tests.regressions.helpers import ids
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernels are not built")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+FUSED = ["llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "gpt_oss", "phi3", "granite", "olmo2"]
+LEFT_ALONE = {
+    "gpt2": "not made of", "gemma2": "capped", "gemma3": "one rotary embedding", "opt": "not made of",
+}  # fmt: skip
+
+
+def make(model: Any, **options: Any) -> LLM:
+    return LLM(model, **{"block_size": 16, "num_blocks": 64, **options})
+
+
+def is_fused(llm: LLM) -> bool:
+    return llm.core.runner._fused is not None
+
+
+def generate(llm: LLM, batch: list[list[int]]) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(batch, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.versions) for n in FUSED])
+def test_tokens_are_stocks(name: str) -> None:
+    llm = make(zoo.build(name), num_blocks=8, max_num_batched_tokens=24, preemption="recompute")
+    llm.core.scheduler.ratio = AdmitAll()
+    for _ in range(2):
+        assert generate(llm, prompts()) == wanted(name)
+    assert is_fused(llm) and llm.stats()["preemptions"] >= 1
+    assert llm.stats()["packed_bytes"] > 0
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_other_models_run_module_by_module_and_the_log_says_why(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        llm = make(zoo.build(name))
+        assert generate(llm, prompts()) == wanted(name)
+    assert not is_fused(llm)
+    assert any("module by module" in r.message and LEFT_ALONE[name] in r.message for r in caplog.records)
+
+
+def test_it_can_be_switched_off() -> None:
+    llm = make(zoo.build("llama"), optimize=False)
+    assert generate(llm, prompts()) == wanted("llama")
+    assert not is_fused(llm) and llm.stats()["packed_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_bfloat16_is_no_further_from_float32_than_stock(name: str) -> None:
+    exact = zoo.build(name)
+    model = copy.deepcopy(exact).to(torch.bfloat16)
+    rounded = copy.deepcopy(model).float()
+    batch = prompts()
+    llm = make(model)
+    step = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    scores = [o.prompt_logprobs for o in llm.generate(batch, SamplingParams(**step), use_tqdm=False)]
+    assert is_fused(llm)
+    ours, stocks = [], []
+    for prompt, found in zip(batch, scores, strict=True):
+        row = torch.tensor([prompt])
+        with torch.no_grad():
+            want, stock = (m(row).logits[0, :-1].float().log_softmax(-1) for m in (rounded, model))
+        taken = row[0, 1:, None]
+        want, stock = want.gather(1, taken)[:, 0], stock.gather(1, taken)[:, 0]
+        got = torch.tensor([next(iter(d.values())).logprob for d in found[1:]])
+        ours.append((got - want).abs())
+        stocks.append((stock - want).abs())
+    assert torch.cat(ours).mean() <= 1.1 * torch.cat(stocks).mean()
+
+
+def test_changed_weights_are_packed_again() -> None:
+    model = zoo.fresh("llama")
+    llm = make(model)
+    first = generate(llm, prompts()[:3])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data.mul_(-1.5)
+    again = generate(llm, prompts()[:3])
+    assert again == [alone(model, p) for p in prompts()[:3]] != first
+    assert is_fused(llm)
+
+
+def test_the_model_stays_its_users() -> None:
+    model = zoo.fresh("llama")
+    before = {name: (p, p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    attributes = {name: sorted(m.__dict__) for name, m in model.named_modules()}
+    llm = make(model)
+    generate(llm, prompts()[:3])
+    assert is_fused(llm)
+    assert {name: sorted(m.__dict__) for name, m in model.named_modules()} == attributes
+    for name, p in model.named_parameters():
+        kept, address, value = before[name]
+        assert p is kept and p.data_ptr() == address and torch.equal(p, value) and p.requires_grad
+    model.train()
+    out = model(torch.tensor([prompts()[0]]), labels=torch.tensor([prompts()[0]]))
+    out.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def hook(module: Any, args: Any, output: Any) -> Any:
+    return output + 1.0
+
+
+class Twisted(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+def test_what_a_user_hung_on_the_model_is_not_passed_over() -> None:
+    model = zoo.fresh("llama")
+    llm = make(model)
+    generate(llm, prompts()[:2])
+    assert is_fused(llm)
+    handle = model.model.layers[1].mlp.register_forward_hook(hook)
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert not is_fused(llm)
+    handle.remove()
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert is_fused(llm)
+    old = model.model.layers[0].mlp.down_proj
+    model.model.layers[0].mlp.down_proj = Twisted(*old.weight.shape[::-1], bias=False)
+    model.model.layers[0].mlp.down_proj.weight = old.weight
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert not is_fused(llm)
+
+
+def twisted_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    residual = hidden_states
+    hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden = residual + 0.9 * hidden
+    return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def half_turn(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+@pytest.mark.parametrize("part", ["layer", "mlp", "norm", "head"])
+def test_parts_with_usual_names_that_compute_something_else_are_noticed(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the check: each of these classes looks like Llama's and is not."""
+    model = zoo.fresh("llama")
+    layer = type(model.model.layers[0])
+    mlp, norm = type(model.model.layers[0].mlp), type(model.model.norm)
+    if part == "layer":
+        monkeypatch.setattr(layer, "forward", twisted_residual)
+    elif part == "mlp":
+        monkeypatch.setattr(mlp, "forward", half_turn)
+    elif part == "norm":
+        monkeypatch.setattr(norm, "forward", lambda self, x: self.weight * torch.nn.functional.normalize(x, dim=-1))
+    else:
+        head = type(model).forward
+        monkeypatch.setattr(
+            type(model),
+            "forward",
+            lambda self, *a, **k: (o := head(self, *a, **k), setattr(o, "logits", o.logits / 3))[0],
+        )
+    llm = make(model)
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert not is_fused(llm)
+
+
+def test_positions_far_beyond_the_first_tables() -> None:
+    model, prompt = zoo.build("qwen3"), ids(1, 230, seed=9)[0].tolist()
+    llm = make(model, max_num_batched_tokens=100)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    got = llm.generate([prompt, prompt[:3]], params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in got] == [alone(model, p, max_new_tokens=24) for p in (prompt, prompt[:3])]
+    assert is_fused(llm)

@@ -1,0 +1,99 @@
+"""The native decoder's products and norms beside torch's, for every instruction set that runs here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_paged.kernels.cpu import native
+from hf_paged.kernels.cpu.decoder import PANEL, Decoder, Norm, pack, pack_gated
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="the CPU kernels are not built")
+
+ISAS = [
+    pytest.param(
+        isa,
+        marks=pytest.mark.skipif(
+            native.unavailable() is not None or native.ISA_LEVELS.index(isa) > native.library().best_isa,
+            reason="this processor has it not",
+        ),
+    )
+    for isa in native.ISA_LEVELS
+]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-4}
+
+
+def decoder(hidden: int, dtype: torch.dtype) -> Decoder:
+    return Decoder([], hidden=hidden, heads=1, kv_heads=1, head_dim=8, rotary_dim=8, dtype=dtype)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("n", "k"), [(64, 96), (50, 40), (1, 32), (97, 72), (320, 33)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_with_packed_weights(
+    isa: str, dtype: torch.dtype, n: int, k: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_PAGED_CPU_ISA", isa)
+    torch.manual_seed(n)
+    weight, b = torch.randn(n, k).to(dtype), torch.randn(n) if bias else None
+    made, linear = decoder(k, dtype), pack(weight, b)
+    norm = Norm(torch.rand(k) + 0.5, 1e-5)
+    whole = torch.randn(70, k)
+    results = []
+    for rows in (1, 2, 3, 11, 12, 13, 16, 17, 31, 32, 33, 70):
+        x = whole[:rows]
+        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight).to(dtype)
+        want = normed.double() @ weight.double().T + (0 if b is None else b.double())
+        got = made.project(norm, linear, x.contiguous())
+        assert got.shape == (rows, n) and got.dtype == torch.float32
+        error = (got - want).abs().max() / want.abs().max()
+        assert error < (TOLERANCE[dtype] if dtype == torch.float32 else 2e-2), f"{rows} rows"
+        results.append(got)
+    for got in results:  # a row gets the same bits in any company
+        assert torch.equal(got, results[-1][: len(got)])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_threads_and_what_is_read_beyond_the_rows_change_nothing(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_PAGED_CPU_ISA", isa)
+    torch.manual_seed(1)
+    made, linear, x = decoder(96, dtype), pack(torch.randn(1600, 96).to(dtype)), torch.randn(130, 96)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 7, 200):
+            torch.set_num_threads(threads)
+            results.append(made.project(None, linear, x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(r, results[0]) for r in results)
+    made._buffers["a"].fill_(float("nan"))  # left there by longer calls
+    made._buffers["a"][:, :96] = float("nan")
+    assert torch.equal(made.project(None, linear, x[:5].contiguous()), results[0][:5])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_normed_rows_for_an_mlp_of_the_models_own(dtype: torch.dtype) -> None:
+    made, norm, x = decoder(40, dtype), Norm(torch.rand(40), 1e-6), torch.randn(9, 40)
+    want = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norm.weight
+    got = made.project(norm, None, x)
+    assert got.dtype == dtype and got.shape == x.shape
+    assert torch.allclose(got.float(), want.to(dtype).float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_panels_hold_every_weight_once_and_zeros_elsewhere() -> None:
+    weight = torch.arange(1, 1 + 50 * 6, dtype=torch.float32).view(50, 6)
+    packed = pack(weight)
+    assert packed.packed.shape == (2, 6, PANEL) and (packed.n, packed.k) == (50, 6)
+    assert torch.equal(packed.packed.transpose(1, 2).reshape(64, 6)[:50], weight)
+    assert packed.packed.count_nonzero() == 50 * 6
+    pairs = pack(torch.randn(40, 34, dtype=torch.bfloat16))
+    assert pairs.packed.numel() * 2 == 64 * 64 and pairs.nbytes == 64 * 64 * 2
+    gated = pack_gated(torch.ones(20, 4), 2 * torch.ones(20, 4), torch.ones(20), 3 * torch.ones(20))
+    panel = gated.packed[0, 0]
+    assert panel.tolist() == [1.0] * 16 + [2.0] * 16
+    assert gated.n == 64 and gated.bias is not None and gated.bias[16:32].tolist() == [3.0] * 16
