@@ -45,8 +45,8 @@ def log_probabilities(
             return InvalidRequestError(f"the request's processors made scores of shape {list(scores.shape)}")
     except Exception as error:  # a processor may be anybody's code: it ends its own request
         return error
-    if bool(scores.isnan().any()) or not bool((scores > float("-inf")).any()):
-        return InvalidRequestError("the scores left by the request's processors leave no token to choose")
+    if bool(scores.isnan().any()):
+        return InvalidRequestError("the scores left by the request's processors are no numbers")
     return scores[0]
 
 
@@ -97,6 +97,8 @@ class BeamSearch:
         Returns for each beam of the next step the beam it goes on from and its token; None when the search is over.
         """
         accumulated = (log_probs.to("cpu") + self._running_scores[0, :, None]).reshape(1, -1)
+        if not bool((accumulated > float("-inf")).any()):  # one beam may run dry while others go on
+            raise InvalidRequestError("the scores left by the request's processors leave no token to choose")
         top, sequences, parents = BeamRules.top_continuations(
             accumulated_log_probs=accumulated,
             running_sequences=self._running,

@@ -142,3 +142,27 @@ def test_stop_texts_end_hypotheses(smollm2: tuple[Any, Any]) -> None:
         assert tokens[: len(completion.token_ids)] == completion.token_ids
         assert set(tokens[len(completion.token_ids) :]) <= {tokenizer.eos_token_id}
         assert "yell" not in completion.text and "\n2" not in completion.text
+
+
+def test_a_beam_without_any_token_left_gives_way_to_the_others() -> None:
+    model, prompt = zoo.build("llama"), prompts()[4]
+    firsts = stock_beams(model, prompt, {"num_beams": 3, "n": 3}, [])[0]
+    dead = firsts[1][0] if firsts[1][0] != firsts[0][0] else firsts[0][0]
+
+    def dry(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ends = ids[:, len(prompt)] == dead if ids.shape[1] > len(prompt) + 1 else torch.zeros(len(ids), dtype=torch.bool)
+        return scores.masked_fill(ends[:, None], float("-inf"))
+
+    row = torch.tensor([prompt])
+    want = model.generate(row, num_beams=3, do_sample=False, max_new_tokens=8, logits_processor=[dry])
+    llm = LLM(model, block_size=4, num_blocks=200)
+    params = SamplingParams(temperature=0, num_beams=3, max_tokens=8, logits_processors=[dry])
+    got = llm.generate([prompt], params, use_tqdm=False)[0]
+    assert got.error is None and got.outputs[0].token_ids == want[0, len(prompt) :].tolist()
+    assert got.outputs[0].token_ids[0] != dead
+    none = SamplingParams(
+        temperature=0, num_beams=3, max_tokens=8, logits_processors=[lambda ids, s: torch.full_like(s, float("-inf"))]
+    )
+    ended = llm.generate([prompt], none, use_tqdm=False)[0]
+    assert isinstance(ended.error, hf_paged.InvalidRequestError) and "no token to choose" in str(ended.error)
+    check_clean(llm)
