@@ -58,7 +58,10 @@ def _panel(panel: Any, results: Results, case: Case) -> None:
             hatch="//" if figures.marked else None,
             edgecolor="white",
         )
-        panel.text(0, position, f" {middle:.4g}", va="center", fontsize=8)
+        label = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+        panel.annotate(
+            f"{middle:.4g}", (0, position), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=label
+        )
     if case.name in results.floors:
         panel.axvline(results.floors[case.name], color=_FLOOR, linestyle="--", linewidth=1)
     panel.set_yticks(range(len(names)), names, fontsize=8)

@@ -110,20 +110,15 @@ class Contestant:
             first = 0.0
             if self._first is not None:
                 message = dataclasses.asdict(Work([dataclasses.replace(self._first, out=1)]))
-                begin = time.perf_counter()
                 process.ask("reset", self._run_timeout, work=message)
-                process.ask("run", self._run_timeout, work=message)
-                first = time.perf_counter() - begin
+                first = process.ask("run", self._run_timeout, work=message)["wall_s"]
         except PeerError:
             process.kill()
             raise
         result = self.result
         if result.start_s is None:  # a later start, after a death, may find caches the first one made
-            result.versions, result.prepare_s, result.load_s = (
-                loaded["versions"],
-                loaded["prepare_s"],
-                loaded["load_s"],
-            )
+            result.versions, result.prepare_s = loaded["versions"], loaded["prepare_s"]
+            result.load_s = loaded["load_s"]
             result.start_s, result.rss_ready = ready, memory
             result.first_token_s = loaded["load_s"] + first
         return process

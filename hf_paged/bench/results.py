@@ -84,7 +84,8 @@ class PeerResult:
     Attributes:
         prepare_s: converting weights, where that had not been done.
         start_s: from starting its process to being ready, without ``prepare_s``.
-        first_token_s: loading, and one token for the first prompt.
+        load_s: loading alone, without the start of Python and imports that came before it.
+        first_token_s: ``load_s`` and one token for the first prompt.
         rss_ready: bytes in RAM when it was ready.
     """
 

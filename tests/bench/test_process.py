@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 import time
 
@@ -99,3 +100,24 @@ def test_a_halted_peer_uses_no_time_until_it_is_resumed(started):
     assert halted.cpu_times().user - before < 0.05
     process.resume()
     assert process.ask("reset", 20, work=WORK)["ok"]
+
+
+def test_a_halted_peer_does_not_outlive_a_runner_that_was_killed(fake, tmp_path):
+    spec = fake("orphan")
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from hf_paged.bench.peers import PeerSpec
+from hf_paged.bench.process import PeerProcess
+process = PeerProcess(PeerSpec("orphan", {spec.command!r}, {dict(spec.environment)!r}), Path({str(tmp_path / "log")!r}))
+process.ask("reset", 20, work={WORK!r})
+process.suspend()
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

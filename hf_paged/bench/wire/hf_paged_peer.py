@@ -15,8 +15,10 @@ libraries print goes to standard error: standard output is the protocol's alone.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,6 +26,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class Peer:
 
 def serve(peer: Peer) -> None:
     """Answer orders until told to stop, or until the runner is gone."""
+    _end_with_the_runner()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -132,6 +137,12 @@ def serve(peer: Peer) -> None:
         answers.flush()
         if order.get("do") == "stop":
             break
+
+
+def _end_with_the_runner() -> None:
+    """A halted process would not see that its input has ended: Linux can end it with its parent."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _carry_out(peer: Peer, order: dict[str, Any]) -> dict[str, Any]:
