@@ -69,6 +69,7 @@ class CacheConfig:
             ``num_blocks``, else at most 1 GiB. Prefixes give way to running requests in any case.
         attention_backend: "auto", the name of a backend ("cpu", "torch"), or "gather" for the model's own
             attention on gathered keys and values, bit-identical to the default cache.
+        optimize: see EngineConfig; for calls that run on the engine.
         salt: any text; prefixes are shared only among calls with the same salt.
         engine: run ``generate()`` on the continuous-batching engine: rows are computed without padding and leave when
             they are done, and when memory is short some wait for others. None: where the result is certain to be the
@@ -87,6 +88,7 @@ class CacheConfig:
     prefix_caching: bool = True
     prefix_memory: int | str | None = None
     attention_backend: str = "auto"
+    optimize: bool = True
     salt: str | None = None
     engine: bool | None = None
 
@@ -108,6 +110,8 @@ class CacheConfig:
                 raise ConfigError("give memory or num_blocks, not both: each alone fixes the size of the pool")
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError(f"prefix_caching={self.prefix_caching!r} must be True or False")
+        if not isinstance(self.optimize, bool):
+            raise ConfigError(f"optimize={self.optimize!r} must be True or False")
         if self.engine is not None and not isinstance(self.engine, bool):
             raise ConfigError(f"engine={self.engine!r} must be True, False or None")
         if not isinstance(self.attention_backend, str):
@@ -206,8 +210,6 @@ class EngineConfig:
         if self.checkpoint_memory is not None:
             memory = parse_size(self.checkpoint_memory, name="checkpoint_memory")
             object.__setattr__(self, "checkpoint_memory", memory)
-        if not isinstance(self.optimize, bool):
-            raise ConfigError(f"optimize={self.optimize!r} must be True or False")
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap={self.overlap!r} must be True, False or None")
         if self.seed is not None and not _is_int(self.seed):
@@ -235,6 +237,7 @@ class EngineConfig:
             num_blocks=self.num_blocks,
             prefix_caching=self.prefix_caching,
             attention_backend=self.attention_backend,
+            optimize=self.optimize,
         )
 
 

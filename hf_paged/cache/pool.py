@@ -109,6 +109,7 @@ class KVPool:
         choose: picks the backend that lays out and serves a layer.
         memory: bytes for all layers together, or a share (a float below 1) of what is free; None for half of it.
         num_blocks: usable blocks instead of ``memory``. The null block is extra.
+        set_aside: bytes of what is free that others will take; a share is of the rest.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class KVPool:
         *,
         memory: int | float | None = None,
         num_blocks: int | None = None,
+        set_aside: int = 0,
     ) -> None:
+        self.set_aside = set_aside
         self.block_size = block_size
         self.num_layers = max(num_layers, 1)
         self.layers: dict[int, LayerKV] = {}
@@ -148,7 +151,7 @@ class KVPool:
         per_block = spec.bytes_per_token * self.block_size * self.num_layers
         memory = self._memory if self._memory is not None else self._reservable(spec.device)
         if isinstance(memory, float):
-            memory = int(free_memory(spec.device) * memory)
+            memory = int(self._free(spec.device) * memory)
         usable = memory // per_block
         if usable < 1:
             raise OutOfBlocksError(
@@ -159,10 +162,12 @@ class KVPool:
             )
         return int(usable) + 1
 
-    @staticmethod
-    def _reservable(device: torch.device) -> int:
+    def _free(self, device: torch.device) -> int:
+        return max(0, free_memory(device) - self.set_aside)
+
+    def _reservable(self, device: torch.device) -> int:
         """Half of what is free, or less where address space is limited (``ulimit -v``, many models in one process)."""
-        memory = wanted = int(free_memory(device) * _AUTO_SHARE)
+        memory = wanted = int(self._free(device) * _AUTO_SHARE)
         while memory > _AUTO_LEAST:
             try:
                 torch.empty(memory, dtype=torch.uint8, device=device)

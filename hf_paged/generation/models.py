@@ -42,6 +42,7 @@ class CacheStats:
         calls: paged ``generate()`` calls.
         evicted_blocks: cached blocks that had to give way.
         weights_epoch: grows when the weights are seen to have changed.
+        packed_bytes: what packed copies of the weights take, which calls on the engine use.
         native: layers that attend on blocks directly; gathered: layers that do not, with the reason.
     """
 
@@ -60,6 +61,7 @@ class CacheStats:
     calls: int = 0
     evicted_blocks: int = 0
     weights_epoch: int = 0
+    packed_bytes: int = 0
     native: list[int] = field(default_factory=list)
     gathered: dict[int, str] = field(default_factory=dict)
 
@@ -153,6 +155,7 @@ def cache_stats(model: Any) -> CacheStats:
             hit_tokens=kv.hit_tokens,
             prefilled_tokens=kv.prompt_tokens - kv.hit_tokens,
             weights_epoch=kv.watch.epoch,
+            packed_bytes=0 if kv.runner is None else kv.runner.packed_bytes,
             native=kv.served()[0],
             gathered=kv.served()[1],
         )

@@ -97,6 +97,8 @@ def _rows(
             return "the model keeps recurrent state, which its own layers update, to stock's last bit"
         if not runner.packed:
             return "the model's own attention runs, to stock's last bit"
+    namespace = prompt_namespace(call, runtime)
+    runner.follow_weights(namespace[:-1] if namespace is not None and call.config.optimize else None)
     shares = call.config.prefix_caching and not runner.recurrent
     step = int(generation_config.num_beams or 1)
     rows = Rows(
@@ -105,7 +107,7 @@ def _rows(
         prompts[::step],
         input_ids[::step],
         generation_config,
-        prompt_namespace(call, runtime) if shares else None,
+        namespace if shares else None,
         list(stopping_criteria),
     )
     return _unfit(rows) or rows

@@ -124,7 +124,8 @@ class ModelRunner:
             self.packed, specs = self._try_out(attention_backend)
         self._states.clear()
         if pool is None:
-            pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
+            weights = sum(p.nbytes for p in self.view.parameters()) if optimize and self.packed else 0
+            pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks, set_aside=weights)
         self.pool, self._join = pool, join if join is not None else pool.layer
         #: where requests that give way may keep their blocks, if there is such a place
         self.host: HostTier | None = None

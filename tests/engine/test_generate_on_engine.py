@@ -13,6 +13,7 @@ from transformers import TextStreamer
 
 import hf_paged
 from hf_paged import generation
+from hf_paged.kernels import cpu
 from tests import zoo
 from tests.regressions.helpers import ids, left_padded, paged, registered, stock
 
@@ -174,3 +175,18 @@ def test_a_model_nobody_can_tell_about_stays_in_the_stock_loop(make: Any, caplog
 def test_a_cache_made_by_hand_knows_no_engine() -> None:
     with pytest.raises(hf_paged.ConfigError, match="stock loop"):
         hf_paged.PagedCache(zoo.build("llama").config, cache_config=ON)
+
+
+def test_a_call_on_the_engine_runs_natively_and_says_what_packed_weights_take() -> None:
+    model, batch = zoo.fresh("llama"), left_padded([9, 6])
+    with registered(memory=None, num_blocks=64, block_size=16):
+        want = stock(model, **batch)
+        for optimize in (True, False, True):
+            assert torch.equal(paged(model, **batch, cache_config={"optimize": optimize}), want)
+            assert (hf_paged.cache_stats(model).packed_bytes > 0) == (optimize and not cpu.unavailable())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.data.mul_(-1.5)
+        assert torch.equal(paged(model, **batch), stock(model, **batch))
+        hf_paged.clear(model)
+        assert hf_paged.cache_stats(model).packed_bytes == 0
