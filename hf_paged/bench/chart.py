@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ _COLUMNS = 3
 _OURS, _THEIRS, _FLOOR = "#d1495b", "#8d99ae", "#2b2d42"
 
 
+def check() -> None:
+    """Raise UnsupportedError where nothing can be drawn: to be known before an hour of measuring."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError("the chart is drawn with matplotlib: pip install 'hf-paged[bench]'")
+
+
 def draw(results: Results, path: Path) -> None:
-    """Write a PNG. Raises UnsupportedError where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError("the chart is drawn with matplotlib: pip install 'hf-paged[bench]'") from error
+    """Write a PNG."""
+    from matplotlib.figure import Figure
 
     rows = -(-len(results.cases) // _COLUMNS)
     columns = min(_COLUMNS, len(results.cases))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from hf_paged.bench.model import subject
 from hf_paged.bench.peers import ADAPTERS, ENVIRONMENTS, available, choose
 from hf_paged.bench.results import Results
 from hf_paged.bench.runner import Settings, measure
-from hf_paged.errors import ConfigError
+from hf_paged.errors import ConfigError, UnsupportedError
 from hf_paged.model.loader import DEMO
 
 
@@ -46,11 +47,15 @@ class Request:
 
 def cores() -> int:
     """Physical cores this process may use: what a peer gets when nothing else is said."""
-    return min(psutil.cpu_count(logical=False) or 1, len(psutil.Process().cpu_affinity() or [0]))
+    physical = psutil.cpu_count(logical=False) or 1
+    return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
 
 
 def run(request: Request, console: Console) -> Results:
     """Measure, print, and write the files. Raises ConfigError or UnsupportedError for what cannot be measured."""
+    if not hasattr(os, "killpg"):
+        raise UnsupportedError("processes are halted by signals while others are measured, which needs Linux or macOS")
+    chart.check()
     chosen = choose(request.peers, available(request.adapters, request.environments))
     model = subject(request.model)
     works = workload.read(request.workloads or workload.DEFAULT)

@@ -103,6 +103,13 @@ def test_what_cannot_be_measured_is_a_sentence(tiny_folder, options, message):
     assert f"hf-paged bench: {message}" in " ".join(done.output.split())
 
 
+def test_what_is_missing_is_known_before_anything_is_measured(tiny_folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = bench(tiny_folder)
+    assert done.exit_code == 2
+    assert "the chart is drawn with matplotlib: pip install 'hf-paged[bench]'" in " ".join(done.output.split())
+
+
 def test_a_model_that_is_not_there():
     done = bench("no/such-model")
     assert done.exit_code == 2

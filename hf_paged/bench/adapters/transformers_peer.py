@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from hf_paged.bench.wire.hf_paged_peer import Peer, resident_bytes
+from hf_paged.bench.wire.hf_paged_peer import Peer
 
 
 class TransformersPeer(Peer):
@@ -20,7 +21,7 @@ class TransformersPeer(Peer):
         torch.set_grad_enabled(False)
         dtype = getattr(torch, self.job.dtype)
         self.model = AutoModelForCausalLM.from_pretrained(self.job.model, dtype=dtype).eval()
-        self.model_bytes = resident_bytes()
+        self.model_bytes = psutil.Process().memory_info().rss
 
     def details(self) -> dict[str, Any]:
         return {"rss_model": self.model_bytes}

@@ -1,8 +1,8 @@
 """A peer's side of a measurement: the loop that reads orders and answers them, one JSON object a line.
 
-Owns the protocol, the clock around a run, and what a process can say of its own memory. Knows no engine: an adapter
-derives from :class:`Peer` and calls :func:`serve`. Python's own library only, in one file, since it also runs in
-environments that have nothing of hf_paged; the runner puts this folder on their path.
+Owns the protocol and the clock around a run. Knows no engine: an adapter derives from :class:`Peer` and calls
+:func:`serve`. Python's own library only, in one file, since it also runs in environments that have nothing of hf_paged;
+the runner puts this folder on their path.
 
     {"do": "load", "job": {...}}   {"ok": true, "prepare_s": .., "load_s": .., "versions": {..}, "details": {..}}
     {"do": "reset", "work": {...}} {"ok": true}
@@ -187,9 +187,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
