@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from hf_paged.engine.outputs import RequestOutput as RequestOutput
     from hf_paged.errors import ConfigError as ConfigError
     from hf_paged.errors import EngineDeadError as EngineDeadError
+    from hf_paged.errors import EnginePausedError as EnginePausedError
     from hf_paged.errors import HfPagedError as HfPagedError
     from hf_paged.errors import InternalError as InternalError
     from hf_paged.errors import InvalidRequestError as InvalidRequestError
     from hf_paged.errors import OutOfBlocksError as OutOfBlocksError
+    from hf_paged.errors import UnknownOptionError as UnknownOptionError
     from hf_paged.errors import UnsupportedError as UnsupportedError
     from hf_paged.generation import PagedCache as PagedCache
     from hf_paged.generation import cache_stats as cache_stats
@@ -38,6 +40,7 @@ _HOME = {
     "CompletionOutput": "hf_paged.engine.outputs",
     "EngineConfig": "hf_paged.config",
     "EngineDeadError": "hf_paged.errors",
+    "EnginePausedError": "hf_paged.errors",
     "LLM": "hf_paged.engine.llm",
     "RequestOutput": "hf_paged.engine.outputs",
     "SamplingParams": "hf_paged.sampling_params",
@@ -46,6 +49,7 @@ _HOME = {
     "InternalError": "hf_paged.errors",
     "InvalidRequestError": "hf_paged.errors",
     "OutOfBlocksError": "hf_paged.errors",
+    "UnknownOptionError": "hf_paged.errors",
     "UnsupportedError": "hf_paged.errors",
     "PagedCache": "hf_paged.generation",
     "cache_stats": "hf_paged.generation",

@@ -2,10 +2,12 @@
 
     HfPagedError
     ├── ConfigError(ValueError)          an argument or option is wrong; the message says what to change
+    │   └── UnknownOptionError(TypeError)  there is no option of this name
     ├── UnsupportedError(ValueError)     a valid wish that this model, backend or version cannot honour
     ├── InvalidRequestError(ValueError)  one request is bad (token ids outside the vocabulary, empty prompt)
     ├── OutOfBlocksError(RuntimeError)   the KV pool is too small for what was asked
     ├── EngineDeadError(RuntimeError)    the engine's loop has ended; its cause is chained
+    ├── EnginePausedError(RuntimeError)  who would wait for the engine is who paused it
     └── InternalError(RuntimeError)      an invariant of ours is broken: a bug worth a report
 
 Every class also derives from the built-in exception its kind of mistake usually raises, so code that already
@@ -21,6 +23,10 @@ class HfPagedError(Exception):
 
 class ConfigError(HfPagedError, ValueError):
     """An argument or option has a value that can never work."""
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """A keyword that is no option; what Python itself raises for one is a TypeError."""
 
 
 class UnsupportedError(HfPagedError, ValueError):
@@ -47,6 +53,10 @@ class OutOfBlocksError(HfPagedError, RuntimeError):
 
 class EngineDeadError(HfPagedError, RuntimeError):
     """The engine's loop has ended, by a fault (``__cause__``) or because it was closed; it takes no more requests."""
+
+
+class EnginePausedError(HfPagedError, RuntimeError):
+    """The thread that paused an engine asks it to go on, and would wait for itself: call ``resume()`` first."""
 
 
 class InternalError(HfPagedError, RuntimeError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hf_paged.config import EngineConfig
@@ -15,6 +16,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.detokenizer import backend_of
 from hf_paged.engine.frontend import Frontend, Group, Params, Prompt, is_conversation, snapshot
 from hf_paged.engine.outputs import Explanation, RequestOutput
+from hf_paged.engine.turns import Turns
 from hf_paged.errors import ConfigError, InvalidRequestError
 from hf_paged.sampling_params import SamplingParams
 
@@ -30,8 +32,9 @@ class LLM:
 
     Each request gets what ``generate()`` gives for its row alone: with greedy search the same tokens in fp32; with
     sampling the same distribution, reproducible for a seed whatever else is in the batch. Calls from several threads
-    wait for each other; AsyncLLM runs any number at once. Weights may change between calls; while a stream is open, say
-    so with :meth:`weights_changed`.
+    wait for each other; AsyncLLM runs any number at once. Weights may change between calls, and while one runs in
+    another thread between :meth:`pause` and :meth:`resume`; while a stream is open, pause as well or say so with
+    :meth:`weights_changed`.
 
     Raises UnsupportedError for models the engine cannot run, and ConfigError for a bad option.
     """
@@ -54,7 +57,9 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         self.core = EngineCore(model, self.config)
         self.frontend = Frontend(self.core, tokenizer)
-        self._lock = threading.RLock()
+        #: one call at a time; who has it may have to wait for a turn, and who has a turn never waits for it
+        self._calls = threading.RLock()
+        self._turns = Turns()
 
     # -- calling it ------------------------------------------------------------------------------------------------
 
@@ -79,20 +84,23 @@ class LLM:
             salt: prefixes are shared only among requests with the same one.
 
         A request that goes wrong on the way has ``error`` set, and the others finish. Raises InvalidRequestError or
-        OutOfBlocksError, before anything runs, for one that can never run.
+        OutOfBlocksError, before anything runs, for one that can never run, and EnginePausedError in the thread that
+        paused the engine.
         """
         listed = _listed(prompts)
         params = _one_for_each("sampling_params", _or_greedy(sampling_params), listed)
         urgencies = _one_for_each("priority", priority, listed)
         groups: list[Group] = []
-        with self._lock:
-            try:
-                for prompt, own, urgency in zip(listed, params, urgencies, strict=True):
-                    groups.append(self.frontend.add(prompt, own, urgency, salt))
-            except Exception:  # whatever it is: none of this call's requests may stay behind
-                for group in groups:
-                    self.frontend.drop(group)
-                raise
+        self._turns.check()  # the call that has the lock may be waiting for this thread
+        with self._calls:
+            with self._turns.step():
+                try:
+                    for prompt, own, urgency in zip(listed, params, urgencies, strict=True):
+                        groups.append(self.frontend.add(prompt, own, urgency, salt))
+                except Exception:  # whatever it is: none of this call's requests may stay behind
+                    for group in groups:
+                        self.frontend.drop(group)
+                    raise
             self._run(groups, use_tqdm)
         return [group.output for group in groups]
 
@@ -101,21 +109,22 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete one prompt and yield what there is after every step that added to it; the last one is finished.
 
-        Closing the iterator ends the request. Text that a stop text might still take back is not shown.
+        Closing the iterator ends the request. Text that a stop text might still take back is not shown. Raises as
+        :meth:`generate`.
         """
-        with self._lock:
+        with self._turn():
             group = self.frontend.add(prompt, _or_greedy(sampling_params), priority, salt)
         try:
-            finished = False
-            while not finished:
-                with self._lock:
-                    touched = self.frontend.step() if group.open else [group]
-                    output = snapshot(group.output) if group in touched else None
+            while group.open:
+                with self._turn():
+                    output = snapshot(group.output) if group in self.frontend.step() else None
                 if output is not None:
-                    finished = output.finished
                     yield output
+                    if output.finished:
+                        return
+            yield snapshot(group.output)  # it ended while somebody else had a turn
         finally:
-            with self._lock:
+            with self._turns.between():
                 self.frontend.drop(group)
 
     def chat(
@@ -132,6 +141,30 @@ class LLM:
         prompts = [self.frontend.templated(conversation, template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    # -- the engine as a whole -------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop stepping, once the present step is done; requests stay where they are. Weights may change then.
+
+        To be called between two calls, or in another thread while one runs. A call that runs waits, without using the
+        processor, and goes on after :meth:`resume`; so does one that another thread makes meanwhile, and a line of the
+        logger ``hf_paged`` says so. In the thread that paused, ``generate()``, ``stream()`` and ``chat()`` raise
+        EnginePausedError instead of waiting for themselves; a stream that is open there ends by that. Pausing again is
+        no error. A processor or criterion of a request, being part of a step, cannot pause.
+
+        Raises what the present step raises; the engine is not paused then.
+        """
+        with self._turns.between():
+            self.frontend.step(drain=True)
+            self._turns.pause()
+
+    def resume(self) -> None:
+        """Go on; any thread may say so, and without a pause it is no error. Requests that had begun are recomputed if
+        the weights changed meanwhile, and nothing that was computed with other weights is used again."""
+        with self._turns.between():
+            self.core.look_at_weights()
+            self._turns.resume()
+
     def reset_prefix_cache(self) -> None:
         """Forget every prefix."""
         self.core.manager.clear()
@@ -139,14 +172,16 @@ class LLM:
     def weights_changed(self) -> None:
         """Say that the weights changed, in a way that cannot be seen from outside or while requests run; prefixes are
         forgotten, and what runs goes on from its tokens."""
-        self.core.weights_changed()
+        with self._turns.between():
+            self.core.weights_changed()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the scheduler and the cache."""
+        """Counters of the scheduler and the cache, and the bytes that packed copies of weights take."""
         scheduler, cache = self.core.scheduler.stats(), self.core.manager.stats()
         return {
             **{name: getattr(scheduler, name) for name in scheduler.__slots__},
             **{name: getattr(cache, name) for name in cache.__slots__},
+            "packed_bytes": self.core.runner.packed_bytes,
         }
 
     def explain(self, request_id: str) -> list[Explanation]:
@@ -159,22 +194,33 @@ class LLM:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A turn for a step, when no other call runs and the engine is not paused."""
+        self._turns.check()
+        with self._calls, self._turns.step():
+            yield
+
     def _run(self, groups: Sequence[Group], use_tqdm: bool) -> None:
-        bar = None
+        bar, own = None, set(groups)
         if use_tqdm:
             from tqdm.auto import tqdm
 
             bar = tqdm(total=len(groups), desc="requests", unit="req")
         try:
             while any(group.open for group in groups):
-                for group in self.frontend.step():
-                    if bar is not None and not group.open:
-                        bar.update()
+                with self._turns.step():
+                    touched = self.frontend.step()
+                if bar is not None:
+                    bar.update(sum(group in own and not group.open for group in touched))
+            if bar is not None:
+                bar.update(len(groups) - bar.n)  # some may have ended in the step that a pause waited for
         finally:
             if bar is not None:
                 bar.close()
-            for group in groups:
-                self.frontend.drop(group)
+            with self._turns.between():
+                for group in groups:
+                    self.frontend.drop(group)
 
 
 def _or_greedy(params: Any) -> Any:
