@@ -6,13 +6,44 @@ cannot be honoured is an error when the request is made, never dropped.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_paged.errors import ConfigError
+from hf_paged.errors import ConfigError, UnknownOptionError
+
+#: what other libraries call an option whose name here is not like it
+_OTHER_NAMES = {
+    "do_sample": "temperature", "eos_token_id": "stop_token_ids", "num_return_sequences": "n", "stop_strings": "stop",
+    "use_beam_search": "num_beams",
+}  # fmt: skip
+_Options = TypeVar("_Options", bound=type)
 
 
+def _says_what_is_known(cls: _Options) -> _Options:
+    """Let a dataclass refuse keywords that are no fields of it with the nearest one that is."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    make = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(make)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else "."
+                raise UnknownOptionError(
+                    f"unknown option {name!r} of {cls.__name__}{hint} Known options: {', '.join(known)}"
+                )
+        make(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
+
+
+@_says_what_is_known
 @dataclass(frozen=True)
 class SamplingParams:
     """Settings of one request.
@@ -23,7 +54,8 @@ class SamplingParams:
             samples n.
         num_beams: more than 1 is beam search, which is greedy, as in transformers.
         length_penalty, early_stopping: of beam search, as in transformers.
-        max_tokens: tokens to generate at most; 0, with ``echo`` or ``prompt_logprobs``, only looks at the prompt.
+        max_tokens: tokens to generate at most; 0, with ``echo`` or ``prompt_logprobs``, only looks at the prompt. None
+            goes on until the sequence has ``max_model_len`` tokens.
         min_tokens: tokens to generate before an end-of-sequence token, a stop token or a stop text may end it.
         temperature: 0 takes the most likely token; else scores are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all. 1 is the same as temperature 0.
@@ -40,7 +72,8 @@ class SamplingParams:
         stop: texts that end the output; ``include_stop_str_in_output`` keeps the one that did.
         stop_token_ids: ids that end it, besides the model's own unless ``ignore_eos``.
         seed: makes sampling reproducible whatever else is in the batch; None draws one.
-        logprobs: alternatives to report per token, besides the chosen one; None with beams, which have no one path.
+        logprobs: alternatives to report per token, besides the chosen one; -1 reports every token that has a chance.
+            None with beams, which have no one path.
         prompt_logprobs: the same for the tokens of the prompt.
         logprobs_mode: "raw" reports the log-softmax of the model's logits, "processed" that of the scores after all
             processors.
@@ -56,7 +89,8 @@ class SamplingParams:
     Token ids may come as a list, tuple, set or range of ints or as a tensor or array of one dimension; they are kept as
     a tuple. None for ``stop``, ``stop_token_ids``, ``logits_processors`` or ``stopping_criteria`` is none of them, ().
 
-    Raises ConfigError for a value of the wrong kind or out of range, and for options that exclude one another.
+    Raises ConfigError for a value of the wrong kind or out of range, and for options that exclude one another; it is
+    also a TypeError for a name that is no option.
     """
 
     n: int = 1
@@ -64,7 +98,7 @@ class SamplingParams:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    max_tokens: int = 16
+    max_tokens: Any = 16  # an int, or None; always an int once the engine's front has taken the request
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
@@ -119,9 +153,15 @@ class SamplingParams:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
             self._check(name, _is_int(value) and value >= least, f"an int of at least {least}")
-        for name in ("best_of", "logprobs", "prompt_logprobs"):
+        if self.max_tokens is not None:
+            self._check(
+                "max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 0, "an int of at least 0, or None"
+            )
+        self._check("best_of", self.best_of is None or _is_int(self.best_of), "an int or None")
+        for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            self._check(name, value is None or (_is_int(value) and value >= 0), "an int of at least 0, or None")
+            wanted = "an int of at least 0, -1 for the whole vocabulary, or None"
+            self._check(name, value is None or (_is_int(value) and value >= -1), wanted)
         self._check("seed", self.seed is None or _is_int(self.seed), "an int or None")
         self._check_ids()
         self._check_callables()
@@ -198,7 +238,7 @@ class SamplingParams:
         )
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ConfigError("max_tokens=0 asks for nothing: give at least 1, or echo=True or prompt_logprobs as well")
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
     def _check_beams(self) -> None:
@@ -219,7 +259,7 @@ class SamplingParams:
             "logprobs", self.logprobs is None,
             "None with num_beams above 1: a search reports cumulative_logprob and prompt_logprobs only",
         )  # fmt: skip
-        self._check("max_tokens", self.max_tokens >= 1, "an int of at least 1 with num_beams above 1")
+        self._check("max_tokens", self.max_tokens != 0, "an int of at least 1 with num_beams above 1")
 
     def _check(self, name: str, good: object, wanted: str) -> None:
         if not good:
@@ -269,8 +309,7 @@ _FLAGS = (
 )  # fmt: skip
 #: their smallest values
 _COUNTS = {
-    "n": 1, "num_beams": 1, "max_tokens": 0, "min_tokens": 0, "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
+    "n": 1, "num_beams": 1, "min_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
 _NEUTRAL = (0, 1.0, 1.0, 0, 0, 0.0, 0.0, *(None,) * 6, False, *(None,) * 4)
 

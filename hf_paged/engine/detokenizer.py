@@ -58,6 +58,15 @@ class Detokenizer:
             return None
         self._context, self._held = self._held, []
         self._known = self._decode(self._context)
+        return self._append(piece, may_stop)
+
+    def finish(self, may_stop: bool = True) -> str | None:
+        """Append what was held back, an unfinished character as U+FFFD; returns the stop text that completes, as
+        :meth:`push` does. Only once no token follows; idempotent."""
+        piece, self._held = self._held_text(), []
+        return self._append(piece, may_stop) if piece else None
+
+    def _append(self, piece: str, may_stop: bool) -> str | None:
         searched = max(0, len(self.text) - self._longest + 1)
         self.text += piece
         if not may_stop:
@@ -68,11 +77,6 @@ class Detokenizer:
         end, start, stop = min(ends)
         self.text = self.text[: end if self._include else start]
         return stop
-
-    def finish(self) -> None:
-        """Append what was held back, an unfinished character as U+FFFD. Only once no token follows; idempotent."""
-        self.text += self._held_text()
-        self._held = []
 
     def settled(self) -> str:
         """The part of the text that no stop text can take back any more."""

@@ -7,10 +7,17 @@ rows at once (see stages.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from hf_paged import compat
 from hf_paged.errors import InvalidRequestError
@@ -25,8 +32,8 @@ def processors_for(
 ) -> list[Processor]:
     """What is applied to the scores of a request, in order. ``stop_ids`` are all the tokens that end it.
 
-    Raises InvalidRequestError for a penalty on missing end tokens, and what transformers raises for values it refuses
-    (ValueError as a rule).
+    Raises InvalidRequestError for a penalty on missing end tokens and for token ids that the model does not score, and
+    what transformers raises for values it refuses (ValueError as a rule).
     """
     device = input_device(model)
     if params.plain:
@@ -70,7 +77,47 @@ def processors_for(
         first.append(OutputPenalty(len(prompt), params.presence_penalty, params.frequency_penalty))
     if params.allowed_token_ids is not None:
         first.append(AllowedTokens(params.allowed_token_ids))
-    return [*first, *own]
+    found = [*first, *own]
+    for name, token_ids in _named_ids(found, custom, len(prompt)):
+        _check(name, token_ids, num_scored_tokens(model))
+    return found
+
+
+def num_scored_tokens(model: Any) -> int:
+    """Tokens that the model scores, the width of its logits."""
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None)
+    return int(model.get_input_embeddings().num_embeddings if width is None else width)
+
+
+def _named_ids(
+    processors: Iterable[Any], custom: Sequence[Any], prompt_length: int
+) -> Iterator[tuple[str, Collection[int]]]:
+    """Options that processors were made from, each with the token ids at which these would fail sooner or later if the
+    model did not score them. Transformers passes over such ids in ``suppress_tokens`` and among the end tokens, and in
+    ``forced_bos_token_id`` where the prompt is longer than one token."""
+    for processor in processors:
+        if any(processor is one for one in custom):
+            continue
+        if isinstance(processor, LogitBias):
+            yield "logit_bias", processor.bias
+        elif isinstance(processor, AllowedTokens):
+            yield "allowed_token_ids", processor.token_ids
+        elif isinstance(processor, SequenceBiasLogitsProcessor):
+            bad = isinstance(processor, NoBadWordsLogitsProcessor)
+            ids = {token for sequence in processor.sequence_bias for token in sequence}
+            yield "bad_words_ids" if bad else "sequence_bias", ids
+        elif isinstance(processor, ForcedBOSTokenLogitsProcessor) and prompt_length == 1:
+            yield "forced_bos_token_id", _from_zero([processor.bos_token_id])
+        elif isinstance(processor, ForcedEOSTokenLogitsProcessor):
+            yield "forced_eos_token_id", processor.eos_token_id.tolist()
+        elif isinstance(processor, ExponentialDecayLengthPenalty):
+            yield "stop_token_ids under exponential_decay_length_penalty", _from_zero(processor.eos_token_id.tolist())
+
+
+def _from_zero(token_ids: Sequence[int]) -> list[int]:
+    """Without negative ones, where these count from the end of the vocabulary, as transformers has it."""
+    return [token for token in token_ids if token >= 0]
 
 
 def _truncations(params: SamplingParams) -> dict[str, Any]:
@@ -91,7 +138,7 @@ def _listed(ids: Collection[int] | None) -> list[int] | None:
 
 
 def _check(name: str, token_ids: Iterable[int], vocab: int) -> None:
-    bad = [token for token in token_ids if not 0 <= token < vocab]
+    bad = sorted({token for token in token_ids if not 0 <= token < vocab})
     if bad:
         raise InvalidRequestError(f"{name} names the token ids {bad}; the model scores the tokens 0..{vocab - 1}")
 

@@ -115,6 +115,16 @@ def test_bad_requests_raise_where_they_are_made() -> None:
     run(work())
 
 
+def test_the_request_id_comes_third_as_in_vllm() -> None:
+    async def work() -> None:
+        async with AsyncLLM(zoo.build("llama"), **OPTIONS) as llm:
+            outputs = [output async for output in llm.generate(prompts()[0], GREEDY, "mine")]
+            assert {output.request_id for output in outputs} == {"mine"}
+            clean(llm)
+
+    run(work())
+
+
 def test_a_loop_that_dies_wakes_everybody_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("llama")
 

@@ -161,6 +161,17 @@ def test_an_unfinished_character_at_the_end_is_shown_as_decode_shows_it(tokenize
         assert decoder.text == tokenizer.decode(tokens)
 
 
+@pytest.mark.parametrize(("stop", "shown"), [("fine ", ""), ("\ufffd", "fine "), ("e \ufffd", "fin"), ("x", None)])
+def test_a_stop_text_in_what_was_held_back_is_found_at_the_end(tokenizer: Any, stop: str, shown: str | None) -> None:
+    tokens = tokenizer("fine 🤗", add_special_tokens=False)["input_ids"][:-1]
+    for may_stop in (True, False):
+        decoder = Detokenizer(tokenizer, [], [stop], include_stop=False, skip_special_tokens=True)
+        assert [decoder.push(token) for token in tokens] == [None] * len(tokens)
+        found = decoder.finish(may_stop)
+        assert (found, decoder.finish()) == (stop if may_stop and shown is not None else None, None)
+        assert decoder.text == (tokenizer.decode(tokens) if found is None else shown)
+
+
 def test_nothing_follows_a_stop_text(tokenizer: Any) -> None:
     decoder = Detokenizer(tokenizer, [], ["emo"], include_stop=False, skip_special_tokens=True)
     found = [decoder.push(token) for token in tokenizer("My emoji", add_special_tokens=False)["input_ids"]]

@@ -270,16 +270,17 @@ def _raises(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         ({"logits_processors": [lambda input_ids, scores: None]}, "shape"),
         ({"logits_processors": [lambda input_ids, scores: scores * float("nan")]}, "none to choose|not numbers"),
         ({"logits_processors": [lambda input_ids, scores: scores - float("inf")]}, "none to choose|not numbers"),
-        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias names the token ids \\[{VOCAB}\\]"),
-        ({"allowed_token_ids": [3, -1]}, "allowed_token_ids names the token ids \\[-1\\]"),
-        ({"sequence_bias": {(VOCAB,): 1.0}}, "vocabulary size"),
+        ({"logit_bias": {VOCAB - 1: 1.0}}, f"logit_bias names the token ids \\[{VOCAB - 1}\\]"),
+        ({"allowed_token_ids": [3, VOCAB - 1]}, f"allowed_token_ids names the token ids \\[{VOCAB - 1}\\]"),
+        ({"sequence_bias": {(VOCAB - 1,): 1.0}}, "vocabulary size"),
         ({"suppress_tokens": range(VOCAB)}, "none to choose|not numbers"),
         ({"stopping_criteria": [_raises]}, "boom"),
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, dict) else "",
 )
 def test_a_row_that_fails_ends_alone(options: dict[str, Any], message: str, temperature: float) -> None:
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3))
+    # one token fewer than the model says it scores, as ids beyond those do not get here
+    logits = torch.randn(3, VOCAB - 1, generator=torch.Generator().manual_seed(3))
     good = SamplingParams(temperature=temperature, top_p=0.8, repetition_penalty=1.3)
     bad = SamplingParams(temperature=temperature, top_p=0.8, repetition_penalty=1.3, **options)
     first, failed, last = sample(logits, [state_for(p, [5, 6]) for p in (good, bad, good)], [[5, 6]] * 3)
@@ -401,7 +402,7 @@ def test_best_of_is_told_how_likely_each_token_was() -> None:
         ({"max_tokens": 0}, "max_tokens=0 asks for nothing"),
         ({"max_tokens": -1, "echo": True}, "max_tokens=-1"),
         ({"max_tokens": 0, "echo": True, "num_beams": 2, "temperature": 0}, "max_tokens=0"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs=-2"),
         ({"logprobs": True}, "logprobs=True"),
         ({"logprobs_mode": "cooked"}, "logprobs_mode='cooked'"),
         ({"echo": "yes"}, "echo='yes'"),

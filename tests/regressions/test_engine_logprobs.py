@@ -12,7 +12,7 @@ import hf_paged
 from hf_paged import LLM, SamplingParams
 from tests import zoo
 from tests.engine.test_llm_parity import alone, check_clean, prompts
-from tests.regressions.engine_helpers import tokenizer_of
+from tests.regressions.engine_helpers import says, tokenizer_of
 from tests.regressions.helpers import ids
 
 BS = 4
@@ -193,3 +193,14 @@ def test_no_tokens_and_nothing_else_asked_for_is_refused() -> None:
     """
     with pytest.raises(hf_paged.ConfigError, match="max_tokens=0 asks for nothing"):
         SamplingParams(max_tokens=0)
+
+
+def test_the_text_of_an_alternative_is_its_part_of_the_text() -> None:
+    """A tokenizer that tidies up spaces did so in each token, and pieces did not add up to the text any more."""
+    tokenizer = tokenizer_of(["abc", " ."])
+    tokenizer.clean_up_tokenization_spaces = True
+    llm = LLM(zoo.build("llama"), tokenizer, block_size=4, num_blocks=24)
+    output = llm.generate([5, 6], says(tokenizer, ["abc", " .", "abc"], 2, logprobs=1))[0].outputs[0]
+    pieces = [row[token].decoded_token for token, row in zip(output.token_ids, output.logprobs, strict=True)]
+    assert pieces == ["abc", " .", "abc"] and "".join(pieces) == output.text
+    check_clean(llm)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import decoders
 
 import hf_paged
 from hf_paged import LLM, AsyncLLM, SamplingParams
@@ -263,6 +264,32 @@ def test_stop_texts_of_several_bytes_a_character() -> None:
     """
     shown, ended = texts(["é", "日本", " ", "🙂", "end"], stop="本 🙂")
     assert shown == ["é", "é日", "é日", "é日"] and ended.stop_reason == "本 🙂"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_stop_text_that_an_unfinished_character_completes(kept: bool) -> None:
+    """Case 34: an unfinished character is text only once nothing follows, and was not searched for stop texts then."""
+    tokenizer = tokenizer_of([*PIECES, "<0xE4>"])
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    llm = LLM(zoo.build("llama"), tokenizer, **ROOMY)
+    options: dict[str, Any] = {"stop": "c\ufffd", "include_stop_str_in_output": kept}
+    ended = llm.generate(prompt(4), says(tokenizer, ["abc", "DEF", "abc", "<0xE4>"], 4, **options))[0].outputs[0]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", "c\ufffd")
+    assert ended.text == "abcDEFab" + ("c\ufffd" if kept else "")
+    ended = llm.generate(prompt(4), says(tokenizer, ["abc", "<0xE4>"], 4, stop="x"))[0].outputs[0]
+    assert (ended.finish_reason, ended.stop_reason, ended.text) == ("length", None, "abc\ufffd")
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_stop_text_before_an_unfinished_character_in_the_last_token(num_beams: int) -> None:
+    """Case 34: so is what comes before it in the same token."""
+    tokenizer = tokenizer_of([*PIECES, "stop\ufffd"])
+    llm = LLM(zoo.build("llama"), tokenizer, **ROOMY)
+    params = says(tokenizer, ["abc", "stop\ufffd"], 4, stop="stop", num_beams=num_beams)
+    ended = llm.generate(prompt(4), params)[0].outputs[0]
+    assert (ended.finish_reason, ended.stop_reason, ended.text) == ("stop", "stop", "abc")
+    check_clean(llm)
 
 
 def test_shown_text_only_grows() -> None:
