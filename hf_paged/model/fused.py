@@ -30,8 +30,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _LEAST_POSITIONS = 256
 
 
-class Unusual(Exception):  # noqa: N818 -- it never leaves this module's callers
-    """The model is not of the usual build; the message says in what."""
+class UnusualBuildError(Exception):
+    """The model is not of the usual build; the message says in what. It ends with whoever asked for a FusedDecoder."""
 
 
 @dataclass
@@ -57,24 +57,24 @@ class Parts:
 
     @classmethod
     def of(cls, view: Any) -> Parts:
-        """Raises Unusual."""
+        """Raises UnusualBuildError."""
         reason = cpu.unavailable()
         if reason is not None:
-            raise Unusual(reason)
+            raise UnusualBuildError(reason)
         base, head = view.base_model, view.get_output_embeddings()
         try:
             embed, layers, norm, rotary = base.embed_tokens, base.layers, base.norm, base.rotary_emb
         except AttributeError as error:
-            raise Unusual("it is not made of embed_tokens, layers, norm and rotary_emb") from error
+            raise UnusualBuildError("it is not made of embed_tokens, layers, norm and rotary_emb") from error
         capped = getattr(view.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         if capped is not None:  # which small logits would not show
-            raise Unusual("its logits are capped")
+            raise UnusualBuildError("its logits are capped")
         return cls(embed, list(layers), norm, rotary, _linear(head))
 
     def watching(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``run()`` a forward, and note what layers are fed and give."""
         if any("forward" in layer.__dict__ for layer in self.layers):
-            raise Unusual("the forward of a layer was replaced")
+            raise UnusualBuildError("the forward of a layer was replaced")
         self.seen = [Seen() for _ in self.layers]
         try:
             for layer, seen in zip(self.layers, self.seen, strict=True):
@@ -114,11 +114,11 @@ class FusedDecoder:
         self.parts, self._params = parts, list(params)
         weight = parts.head.weight
         if weight.dtype not in _DTYPES:
-            raise Unusual(f"its weights are {weight.dtype}")
+            raise UnusualBuildError(f"its weights are {weight.dtype}")
         self.dtype: torch.dtype = weight.dtype
         rotaries = [seen.rotary for seen in parts.seen]
         if any(r is None or r is not rotaries[0] for r in rotaries) or rotaries[0] is None:
-            raise Unusual("its layers do not share one rotary embedding")
+            raise UnusualBuildError("its layers do not share one rotary embedding")
         self._doubled = doubled
         self.rotary_dim = int(rotaries[0][0].shape[-1]) * (2 if doubled else 1)
         self.hidden = parts.embed.weight.shape[1]
@@ -133,7 +133,7 @@ class FusedDecoder:
         cls, parts: Parts, params: Sequence[AttentionParams], storage: Sequence[LayerKV], metadata: AttentionMetadata,
         positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor,
     ) -> FusedDecoder:  # fmt: skip
-        """One that computes what the model's own forward has shown, see :meth:`check`. Raises Unusual."""
+        """One that computes what the model's own forward has shown, see :meth:`check`. Raises UnusualBuildError."""
         reasons = []
         for doubled in (False, True):
             try:
@@ -143,14 +143,14 @@ class FusedDecoder:
                 made.bind(storage)
                 made.check(metadata, positions, ids, want)
                 return made
-            except Unusual as error:
+            except UnusualBuildError as error:
                 reasons.append(str(error))
-        raise Unusual(reasons[0])
+        raise UnusualBuildError(reasons[0])
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
     def pack(self) -> None:
-        """Pack the weights as they are now. Raises Unusual."""
+        """Pack the weights as they are now. Raises UnusualBuildError."""
         self._decoder = None
         self.layers = []  # the old copies go before the new ones come
         self._head = None
@@ -168,11 +168,11 @@ class FusedDecoder:
         return sum(p.nbytes for p in packed) + (0 if self._head is None else self._head[1].nbytes)
 
     def bind(self, storage: Sequence[LayerKV]) -> None:
-        """Read and write blocks of these layers from now on. Raises Unusual."""
+        """Read and write blocks of these layers from now on. Raises UnusualBuildError."""
         bound = []
         for layer, params, kv in zip(self.layers, self._params, storage, strict=True):
             if kv.backend != cpu_native.CpuNativeBackend.name or kv.spec.dtype != self.dtype:
-                raise Unusual(f"its blocks are {kv.spec.dtype} of the backend {kv.backend!r}")
+                raise UnusualBuildError(f"its blocks are {kv.spec.dtype} of the backend {kv.backend!r}")
             addresses = cpu_native.addresses(kv, params)
             bound.append(dataclasses.replace(layer, kv=addresses[0], params=addresses[1], keep=kv))
         spec = storage[0].spec
@@ -192,9 +192,9 @@ class FusedDecoder:
         dim = self._head_dim(layer)
         o = _linear(getattr(attention, "o_proj", None))
         if params.alibi_slopes is not None:
-            raise Unusual("its attention has slopes")  # the kernels could; no such model is of this build
+            raise UnusualBuildError("its attention has slopes")  # the kernels could; no such model is of this build
         if o.weight.shape[1] % 32 and self.dtype == torch.bfloat16:
-            raise Unusual(f"its heads have {o.weight.shape[1]} dimensions together, not a multiple of 32")
+            raise UnusualBuildError(f"its heads have {o.weight.shape[1]} dimensions together, not a multiple of 32")
         whole = False
         q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         if q_norm is not None and q_norm.weight.shape[0] != dim:
@@ -204,7 +204,7 @@ class FusedDecoder:
             "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm",
         }  # fmt: skip
         if extra:
-            raise Unusual(f"its attention has {', '.join(sorted(extra))}")
+            raise UnusualBuildError(f"its attention has {', '.join(sorted(extra))}")
         before_mlp, after_attn, after_mlp = (
             getattr(layer, "pre_feedforward_layernorm", None),
             getattr(layer, "post_attention_layernorm", None),
@@ -235,8 +235,8 @@ class FusedDecoder:
     def check(
         self, metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor
     ) -> None:
-        """Raise Unusual unless each layer and the whole compute what the model's own forward has shown. ``want`` are
-        its logits for all of ``ids``; blocks are written again."""
+        """Raise UnusualBuildError unless each layer and the whole compute what the model's own forward has shown.
+        ``want`` are its logits for all of ``ids``; blocks are written again."""
         assert self._decoder is not None
         exact = self.dtype == torch.float32
         for i, seen in enumerate(self.parts.seen):
@@ -248,13 +248,17 @@ class FusedDecoder:
             allowed = 1e-4 * change if exact else 0.05 * change + 2**-6 * size
             worst = (x - seen.output).abs().max()
             if not worst <= allowed:
-                raise Unusual(f"layer {i} computes something else (off by {worst:.2g} where {allowed:.2g} is rounding)")
+                raise UnusualBuildError(
+                    f"layer {i} computes something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
+                )
         if not torch.equal(self._embedded(ids), torch.as_tensor(self.parts.seen[0].hidden)):
-            raise Unusual("its embeddings are changed on their way to the first layer")
+            raise UnusualBuildError("its embeddings are changed on their way to the first layer")
         got = self(ids, positions, metadata, torch.arange(len(ids)))
         worst, allowed = (got - want).abs().max(), (1e-4 if exact else 0.1) * want.abs().max()
         if not worst <= allowed:
-            raise Unusual(f"its logits are something else (off by {worst:.2g} where {allowed:.2g} is rounding)")
+            raise UnusualBuildError(
+                f"its logits are something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
+            )
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -313,7 +317,7 @@ class FusedDecoder:
 def _attention(layer: nn.Module) -> Any:
     attention = getattr(layer, "self_attn", None)
     if attention is None or not hasattr(attention, "head_dim"):
-        raise Unusual("a layer has no self_attn with a head_dim")
+        raise UnusualBuildError("a layer has no self_attn with a head_dim")
     return attention
 
 
@@ -323,14 +327,14 @@ def _kv_width(attention: Any, q_width: int) -> int:
 
 
 def _linear(module: Any) -> nn.Linear:
-    """The module, if its forward is a plain product with weights that can be read. Raises Unusual."""
+    """The module, if its forward is a plain product with weights that can be read. Raises UnusualBuildError."""
     if type(module) is not nn.Linear:
-        raise Unusual(f"a projection is a {type(module).__name__}")
+        raise UnusualBuildError(f"a projection is a {type(module).__name__}")
     weight: Any = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.device.type != "cpu":
-        raise Unusual("the weights of a projection are not plain parameters on the CPU")
+        raise UnusualBuildError("the weights of a projection are not plain parameters on the CPU")
     if weight.layout is not torch.strided or weight.dtype not in _DTYPES:
-        raise Unusual(f"the weights of a projection are {weight.dtype}, {weight.layout}")
+        raise UnusualBuildError(f"the weights of a projection are {weight.dtype}, {weight.layout}")
     return module
 
 
@@ -354,7 +358,7 @@ def _qkv(attention: Any) -> PackedLinear:
 def _mlp(mlp: Any) -> tuple[PackedLinear | None, PackedLinear | None, str]:
     """A gated MLP packed; nothing where it is something else, which then runs as it is."""
     if mlp is None:
-        raise Unusual("a layer has no mlp")
+        raise UnusualBuildError("a layer has no mlp")
     names = {name for name, _ in mlp.named_children()}
     act = _activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
     fused = {"gate_up_proj", "down_proj"} <= names
@@ -391,13 +395,13 @@ def _activation(function: Any) -> str | None:
 
 
 def _norm(module: Any, size: int) -> Norm | None:
-    """A root mean square norm, told by what it computes; None where there is none. Raises Unusual."""
+    """A root mean square norm, told by what it computes; None where there is none. Raises UnusualBuildError."""
     if module is None:
         return None
     weight: Any = getattr(module, "weight", None)
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or eps is None or weight.shape != (size,):
-        raise Unusual(f"a norm is a {type(module).__name__} of another size")
+        raise UnusualBuildError(f"a norm is a {type(module).__name__} of another size")
     probe = torch.linspace(-1, 1, size) * torch.tensor([[1.0], [1e-3]])
     plain = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + float(eps))
     got = module(probe.to(weight.dtype) if weight.dtype != torch.float32 else probe).detach().float()
@@ -405,4 +409,4 @@ def _norm(module: Any, size: int) -> Norm | None:
         allowed = 1e-5 if weight.dtype == torch.float32 else 2e-2
         if bool(((got - plain * factor).abs() <= allowed * (plain * factor).abs().max()).all()):
             return Norm(factor.contiguous(), float(eps))
-    raise Unusual(f"a norm ({type(module).__name__}) is not a root mean square")
+    raise UnusualBuildError(f"a norm ({type(module).__name__}) is not a root mean square")

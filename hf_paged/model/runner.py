@@ -29,7 +29,7 @@ from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
-from hf_paged.model.fused import FusedDecoder, Parts, Unusual
+from hf_paged.model.fused import FusedDecoder, Parts, UnusualBuildError
 from hf_paged.model.packing import Probe, Work, flat_ids, pack, tables_of
 from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, view_of
@@ -175,16 +175,20 @@ class ModelRunner:
                 return
             try:
                 self._fused = self._made_fused() if self._fused is None else self._packed_again(self._fused)
-            except Unusual as error:
+            except UnusualBuildError as error:
                 self._fused = None
                 logger.info("engine: the model runs module by module: %s", error)
+            except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+                # whatever modules raise that are called in a way they do not know means the same
+                self._fused = None
+                logger.info("engine: the model runs module by module: trying it out failed: %r", error)
             else:
                 took, size = time.perf_counter() - start, self._fused.nbytes / (1 << 20)
                 logger.info("engine: the model runs on the native decoder; packing %.0f MiB took %.2f s", size, took)
 
     @torch.no_grad()
     def _made_fused(self) -> FusedDecoder:
-        """The model by the native decoder, tried out on a pool of its own. Raises Unusual."""
+        """The model by the native decoder, tried out on a pool of its own. Raises UnusualBuildError."""
         parts = Parts.of(self.view)
         ids = [(3 + 5 * i) % self.vocab_size for i in range(2 * self.block_size + 5)]
         blocks = list(range(1, 2 + len(ids) // self.block_size))
@@ -194,7 +198,7 @@ class ModelRunner:
         step, positions, wanted = pack(work, self.block_size)
         want = parts.watching(lambda: self._packed(cache, work, step, positions, wanted))
         if len(cache.layers) != len(parts.layers) or any(layer.params is None for layer in cache.layers):
-            raise Unusual("its layers are not those of its cache")
+            raise UnusualBuildError("its layers are not those of its cache")
         params, storage = [layer.params for layer in cache.layers], [layer.kv for layer in cache.layers]
         return self._bound(
             FusedDecoder.tried(parts, params, storage, step.metadata, positions, torch.tensor(ids), want)

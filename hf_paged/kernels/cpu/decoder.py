@@ -210,7 +210,8 @@ class Decoder:
         self._decode_at = ctypes.addressof(self._decode)
         self._project = ProjectStruct(decoder=ctypes.addressof(self.struct))
         self._project_at = ctypes.addressof(self._project)
-        self._heads: dict[int, tuple[NormStruct, LinearStruct | None]] = {}
+        #: what was projected with before, by identity, and kept so that it stays the same
+        self._projected: dict[tuple[int, int], tuple[NormStruct, LinearStruct | None, Any]] = {}
 
     def _reserve(self, rows: int) -> None:
         if rows <= self._rows:
@@ -249,11 +250,10 @@ class Decoder:
         self._reserve(rows)
         shape = (rows, self.hidden if linear is None else linear.n)
         out = torch.empty(shape, dtype=self.dtype if linear is None else torch.float32)
-        key = id(norm), id(linear)
-        known = self._heads.get(hash(key))
+        known = self._projected.get((id(norm), id(linear)))
         if known is None:
-            self._keep.append((norm, linear))  # type: ignore[arg-type]
-            known = self._heads[hash(key)] = _norm_struct(norm), None if linear is None else _linear_struct(linear)
+            structs = _norm_struct(norm), None if linear is None else _linear_struct(linear)
+            known = self._projected[id(norm), id(linear)] = (*structs, (norm, linear))
         args = self._project
         args.norm = ctypes.addressof(known[0])
         args.linear = None if known[1] is None else ctypes.addressof(known[1])
