@@ -50,7 +50,7 @@ def _panel(panel: Any, results: Results, case: Case) -> None:
     for position, peer in enumerate(results.peers):
         figures = peer.cases.get(case.name)
         if figures is None or not figures.shown:
-            why = "not installed" if peer.reason else figures.state if figures else "-"
+            why = "no figures" if peer.reason else figures.state if figures and figures.reason else "-"
             panel.text(0, position, f" {why}", va="center", fontsize=8, color=_THEIRS)
             continue
         middle, (low, high) = figures.median, figures.span

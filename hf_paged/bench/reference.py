@@ -50,6 +50,8 @@ def judge(found: Results, job: Job, timeout: float, logs: Path, say: Callable[[s
                 figures.agreement = compare(_completions(tokens), _completions(figures.outputs))
     except PeerError as error:
         return f"no agreement beyond this: fp32 stock failed: {error}"
+    except KeyboardInterrupt:
+        return "no agreement beyond this: fp32 stock was interrupted"
     finally:
         stock.stop()
     return ""

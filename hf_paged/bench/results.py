@@ -118,6 +118,7 @@ class Results:
     floors: dict[str, float] = field(default_factory=dict)
     floor_note: str = ""
     agreement_note: str = ""
+    interrupted: bool = False
     machine: dict[str, Any] = field(default_factory=dict)
     date: str = ""
 
@@ -156,6 +157,7 @@ class Results:
             "machine": self.machine,
             "model": self.model,
             "settings": self.settings,
+            "interrupted": self.interrupted,
             "workloads": {"name": self.workloads, "note": self.note},
             "cases": {c.name: {"kind": c.kind, "unit": c.unit, "higher_is_better": c.higher} for c in self.cases},
             "rates": self.rates,

@@ -73,7 +73,8 @@ def measure(
     logs: Path,
     say: Callable[[str], None],
 ) -> Results:
-    """Run everything; failures of peers are in the results, with their reasons."""
+    """Run everything; failures of peers are in the results, with their reasons. An interrupt from the keyboard ends it
+    with what there is."""
     found = Results(
         model=subject.name,
         settings=asdict(settings),
@@ -85,11 +86,15 @@ def measure(
     )
     with _contestants(subject, workloads, specs, settings, logs) as (machine, contestants):
         found.peers = [contestant.result for contestant in contestants]
-        _Measurement(settings, found, machine, contestants, say).run()
+        try:
+            _Measurement(settings, found, machine, contestants, say).run()
+        except KeyboardInterrupt:
+            found.interrupted = True
+            say("interrupted; what was measured is kept")
     if found.rates:
         rates, shape = Rates.best(found.rates), ModelShape.of(AutoConfig.from_pretrained(subject.folder))
         found.floors = {case.name: floor_of(case, shape, DTYPES[settings.dtype], rates) for case in found.cases}
-    if settings.agreement:
+    if settings.agreement and not found.interrupted:
         job = job_for(subject, workloads, peers.REFERENCE, "float32", settings.threads)
         found.agreement_note = judge(found, job, settings.timeout, logs, say)
     return found

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_paged.bench.results import DISTURBED, Figures, PeerResult, Results
+from hf_paged.bench.results import DISTURBED, OK, Figures, PeerResult, Results
 from hf_paged.bench.workload import Case
 
 
@@ -43,7 +43,7 @@ def _figure(figures: Figures | None) -> str:
     if figures is None:
         return "-"
     if not figures.shown:
-        return "[yellow]disturbed[/]" if figures.state == DISTURBED else "[red]failed[/]"
+        return {OK: "-", DISTURBED: "[yellow]disturbed[/]"}.get(figures.state, "[red]failed[/]")
     low, high = figures.span
     text = f"{figures.median:.4g}" + ("[yellow]*[/]" if figures.marked else "")
     return text if len(figures.repeats) == 1 else f"{text}\n({low:.4g} .. {high:.4g})"
@@ -98,7 +98,8 @@ def _agreement(figures: Figures | None) -> str:
 def _remarks(results: Results, console: Console) -> None:
     if any(figures.marked for peer in results.peers for figures in peer.cases.values()):
         console.print("[yellow]* measured while others used the processors (--accept-load)[/]")
-    for note in filter(None, (results.floor_note, results.agreement_note)):
+    cut = "interrupted: fewer repeats than asked for, or none" if results.interrupted else ""
+    for note in filter(None, (cut, results.floor_note, results.agreement_note)):
         console.print(f"[yellow]{escape(note)}[/]")
     for peer in results.peers:
         if "\n" in peer.reason:

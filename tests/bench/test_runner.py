@@ -120,6 +120,22 @@ def test_accepted_load_is_marked(fake, run):
     assert found.as_data()["under_load"] is True
 
 
+def test_an_interrupt_keeps_what_was_measured(fake, run, monkeypatch):
+    calls = iter([True, True])
+
+    def quiet_twice(limit, patience):
+        for answer in calls:
+            return answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "wait_until_quiet", quiet_twice)
+    results = run([fake("x"), fake("y")], agreement=True)
+    assert results.interrupted
+    assert [len(figures(results, name, "A").repeats) for name in ("x", "y")] == [1, 1]
+    assert "B" not in results.peers[0].cases
+    assert results.as_data()["interrupted"] is True
+
+
 def test_agreement_is_with_fp32_stock_whose_tokens_are_kept(fake, run, monkeypatch, tiny_subject):
     stock = fake("stock", "open(__file__ + '.runs', 'a').write('x')\nreturn right(work)")
     monkeypatch.setattr(peers, "builtin", lambda name: stock)
