@@ -102,6 +102,7 @@ class EngineCore:
         self._unshared = 0
         self._seeds = random.Random(config.seed) if config.seed is not None else None
         self.eos_token_ids = _eos_of(model)
+        self._namespace = self._look()  # now, so that weights are packed before anybody waits for a token
 
     def _max_model_len(self) -> int | None:
         """Tokens a sequence may have: as configured, or as the model's config says; less where longer sequences would

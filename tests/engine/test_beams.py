@@ -150,7 +150,9 @@ def test_a_beam_without_any_token_left_gives_way_to_the_others() -> None:
     dead = firsts[1][0] if firsts[1][0] != firsts[0][0] else firsts[0][0]
 
     def dry(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ends = ids[:, len(prompt)] == dead if ids.shape[1] > len(prompt) + 1 else torch.zeros(len(ids), dtype=torch.bool)
+        ends = (
+            ids[:, len(prompt)] == dead if ids.shape[1] > len(prompt) + 1 else torch.zeros(len(ids), dtype=torch.bool)
+        )
         return scores.masked_fill(ends[:, None], float("-inf"))
 
     row = torch.tensor([prompt])

@@ -45,7 +45,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
     run("batch_jsonl.py", source, target, "--max-tokens", 8)
     found = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
     assert [{k: v for k, v in f.items() if k not in ("completion", "finish_reason")} for f in found] == lines
-    assert "Paris" in found[0]["completion"] and "Rome" in found[2]["completion"]
+    assert "Paris" in found[0]["completion"] and "Italy" in found[2]["completion"]
     assert len(found[1]["completion"]) < len(found[0]["completion"]) and found[1]["finish_reason"] == "length"
 
 
