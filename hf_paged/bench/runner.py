@@ -91,9 +91,7 @@ def measure(
         except KeyboardInterrupt:
             found.interrupted = True
             say("interrupted; what was measured is kept")
-    if found.rates:
-        rates, shape = Rates.best(found.rates), ModelShape.of(AutoConfig.from_pretrained(subject.folder))
-        found.floors = {case.name: floor_of(case, shape, DTYPES[settings.dtype], rates) for case in found.cases}
+    _floors(found, subject, settings)
     if settings.agreement and not found.interrupted:
         job = job_for(subject, workloads, peers.REFERENCE, "float32", settings.threads)
         found.agreement_note = judge(found, job, settings.timeout, logs, say)
@@ -187,7 +185,7 @@ class _Measurement:
         for _ in range(1 + self._settings.retries):
             quiet = wait_until_quiet(self._settings.load_limit, 0 if accept else self._settings.patience)
             if not quiet and not accept:
-                continue
+                break  # patience has been had; retries are for load that comes later
             try:
                 runs = [contestant.checked(work) for work in case.works]
             except PeerError as error:
@@ -225,12 +223,34 @@ class _Measurement:
         self._say(f"{case.name}: {contestant.name} failed: {str(error).splitlines()[0]}")
 
     def _rates(self) -> None:
+        """A round of the machine's rates, held to the same quiet as repeats; a disturbed one is kept and marked."""
         if self._found.floor_note:
             return
-        try:
-            run = self._machine.run(Work([]))
-        except PeerError as error:
-            self._found.floor_note = f"no floor: {error}"
-            self._say(self._found.floor_note)
-            return
-        self._found.rates.append({**run.details, "outside": run.load.share})
+        limit, accept = self._settings.load_limit, self._settings.accept_load
+        for _ in range(1 if accept else 1 + self._settings.retries):
+            quiet = wait_until_quiet(limit, 0 if accept else self._settings.patience)
+            if not quiet and not accept:
+                break  # patience has been had; retries are for load that comes later
+            try:
+                run = self._machine.run(Work([]))
+            except PeerError as error:
+                self._found.floor_note = f"no floor: {error}"
+                self._say(self._found.floor_note)
+                return
+            disturbed = not quiet or run.load.disturbs(limit)
+            self._found.rates.append({**run.details, "outside": run.load.share, "disturbed": disturbed})
+            if not disturbed:
+                return
+
+
+def _floors(found: Results, subject: Subject, settings: Settings) -> None:
+    """From the quiet rounds; from disturbed ones only where load is accepted, and then with a note."""
+    rounds = [one for one in found.rates if not one["disturbed"]]
+    if not rounds and settings.accept_load and found.rates:
+        rounds = found.rates
+        found.floor_note = "the floor's rates were measured while others used the processors: it may be too slow"
+    if rounds:
+        rates, shape = Rates.best(rounds), ModelShape.of(AutoConfig.from_pretrained(subject.folder))
+        found.floors = {case.name: floor_of(case, shape, DTYPES[settings.dtype], rates) for case in found.cases}
+    elif not found.floor_note:
+        found.floor_note = "no floor: others used the processors whenever the machine's rates were measured"

@@ -104,6 +104,8 @@ def test_disturbed_repeats_are_thrown_away_and_give_no_number(fake, run):
     assert (found.state, found.shown, found.thrown_away) == ("disturbed", False, 3)
     assert "median" not in found.as_data()
     assert "quiet machine, or with --accept-load" in found.reason
+    assert results.floors == {}
+    assert results.floor_note.startswith("no floor: others used the processors")
     assert any("thrown away: others used" in line for line in run.said)
     assert not results.failed
 
@@ -115,20 +117,22 @@ def test_a_machine_that_is_never_quiet_gives_no_number(fake, run, monkeypatch):
 
 
 def test_accepted_load_is_marked(fake, run):
-    found = figures(run([fake("good")], load_limit=-1e9, accept_load=True), "good", "A")
+    results = run([fake("good")], load_limit=-1e9, accept_load=True)
+    found = figures(results, "good", "A")
+    assert "while others used the processors" in results.floor_note
     assert found.shown and found.marked
     assert found.as_data()["under_load"] is True
 
 
 def test_an_interrupt_keeps_what_was_measured(fake, run, monkeypatch):
-    calls = iter([True, True])
+    calls = iter([True, True, True])  # the machine's rates, and a repeat of each
 
-    def quiet_twice(limit, patience):
+    def quiet_at_first(limit, patience):
         for answer in calls:
             return answer
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "wait_until_quiet", quiet_twice)
+    monkeypatch.setattr(runner, "wait_until_quiet", quiet_at_first)
     results = run([fake("x"), fake("y")], agreement=True)
     assert results.interrupted
     assert [len(figures(results, name, "A").repeats) for name in ("x", "y")] == [1, 1]
