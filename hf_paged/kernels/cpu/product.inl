@@ -8,6 +8,8 @@
 #include "hfp_decoder.h"
 #include "simd.h"
 
+#include <stdlib.h>
+
 #ifdef _OPENMP
 extern "C" int omp_get_thread_num(void);
 extern "C" int omp_get_num_threads(void);
@@ -126,25 +128,28 @@ struct __attribute__((aligned(64))) ProductTiles {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// 32 rows, or the 16 that hold all there are, of which the last may be padding.
-HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* a, int64_t lda, float* tile) {
-    const int64_t stride = lda * 2;
-    const char* low = a + 16 * stride;
+// 32 rows, or the 16 that hold all there are, of which the last may be padding. Rows lie `stride` bytes apart, tiles of
+// them `next` bytes from one to the next 32 columns and `below` bytes to the next 16 rows.
+template <bool FIRST>
+HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* a, int64_t stride, int64_t next, int64_t below, float* tile) {
+    const char* low = a + below;
     _tile_zero(0);
     _tile_zero(1);
     if (both) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int i = 0; i < k; i += 32, panel += kPanel * 64) {
-        for (int line = 0; line < 32; line++) prefetch<false>(panel + kAhead + 64 * line);
-        _tile_loadd(4, a + 2 * i, stride);
+    for (int i = 0; i < k; i += 32, panel += kPanel * 64, a += next, low += next) {
+        if (FIRST) {
+            for (int line = 0; line < 32; line++) prefetch<false>(panel + kAhead + 64 * line);
+        }
+        _tile_loadd(4, a, stride);
         _tile_loadd(6, panel, 128);
         _tile_loadd(7, panel + 64, 128);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (both) {
-            _tile_loadd(5, low + 2 * i, stride);
+            _tile_loadd(5, low, stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -156,6 +161,19 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
         _tile_stored(3, tile + 16 * kPanel + 16, kPanel * 4);
     }
 }
+// Copies rows of `a` so that every tile is 1 KiB in one piece. Strided rows share few sets of the cache.
+HFP_INLINE void to_tiles(const char* a, int64_t lda, int64_t rows, int64_t k, char* out, int num_threads) {
+    const int64_t across = round_up(k, 32) / 32;
+    parallel(num_threads, true, [&](int t, int threads) {
+        int64_t first, last;
+        share(rows, t, threads, &first, &last);
+        for (int64_t r = first; r < last; r++) {
+            const char* from = a + r * lda * 2;
+            char* to = out + r / 16 * across * 1024 + r % 16 * 64;
+            for (int64_t i = 0; i < across; i++) memcpy(to + i * 1024, from + i * 64, 64);
+        }
+    });
+}
 #endif
 
 // Calls finish(row, rows, panel, tile) for every tile of the product. Rows of `a` may be read up to a multiple of 32.
@@ -163,6 +181,13 @@ template <bool BF16, class Finish>
 HFP_INLINE void product(const hfp_linear* linear, const char* a, int64_t lda, int64_t rows, int num_threads, const Finish& finish) {
     const int k = linear->k;
     const int64_t panels = round_up(linear->n, kPanel) / kPanel, size = panel_bytes<BF16>(k);
+#if HFP_USE_AMX
+    // Worth it where rows are read again for many panels; without the memory rows are read where they are.
+    const int64_t across = round_up(k, 32) / 32;
+    char* tiled = nullptr;
+    if (BF16 && rows > kPanel) tiled = static_cast<char*>(aligned_alloc(64, static_cast<size_t>(round_up(rows, kPanel) / 16 * across * 1024)));
+    if (tiled) to_tiles(a, lda, rows, k, tiled, num_threads);
+#endif
     // With many rows and few panels, threads share panels.
     int by_rows = 1;
     while (num_threads / by_rows * 4 > panels && rows / (by_rows * 2) >= 2 * kPanel) by_rows *= 2;
@@ -187,7 +212,13 @@ HFP_INLINE void product(const hfp_linear* linear, const char* a, int64_t lda, in
 #if HFP_USE_AMX
             for (; BF16 && at < bottom; at += kPanel) {
                 const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
-                multiply_tiles(here > 16, panel, k, a + at * lda * 2, lda, tile);
+                if (tiled && at > top) {
+                    multiply_tiles<false>(here > 16, panel, k, tiled + at / 16 * across * 1024, 64, 1024, across * 1024, tile);
+                } else if (tiled) {
+                    multiply_tiles<true>(here > 16, panel, k, tiled + at / 16 * across * 1024, 64, 1024, across * 1024, tile);
+                } else {
+                    multiply_tiles<true>(here > 16, panel, k, a + at * lda * 2, lda * 2, 64, 32 * lda, tile);
+                }
                 finish(at, here, p, tile);
             }
 #endif
@@ -202,6 +233,9 @@ HFP_INLINE void product(const hfp_linear* linear, const char* a, int64_t lda, in
         if (BF16) _tile_release();
 #endif
     });
+#if HFP_USE_AMX
+    free(tiled);
+#endif
 }
 
 }  // namespace
