@@ -17,7 +17,7 @@ HFP_INLINE float hsum(VF v) {
     return s;
 }
 
-// x * w / rms, into the dtype that products read
+// Into the dtype that products read.
 template <bool BF16>
 HFP_INLINE void put(void* out, int64_t at, float x) {
     if (BF16) {
@@ -25,6 +25,39 @@ HFP_INLINE void put(void* out, int64_t at, float x) {
     } else {
         static_cast<float*>(out)[at] = x;
     }
+}
+
+template <bool BF16>
+HFP_INLINE void put(void* out, int64_t at, VF v) {
+    if (!BF16) {
+        store(static_cast<float*>(out) + at, v);
+        return;
+    }
+    uint16_t* to = static_cast<uint16_t*>(out) + at;
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#elif HFP_W == 16
+    const VI bits = as_int(v), odd = (bits >> 16) & splat_int(1);
+    const VI rounded = (bits + splat_int(0x7fff) + odd) >> 16;
+    const VI quiet = (bits >> 16) | splat_int(0x40);
+    const VI chosen = v == v ? rounded : quiet;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)chosen));
+#else
+    for (int i = 0; i < HFP_W; i++) to[i] = float_to_bf16(v[i]);
+#endif
+}
+
+// out[at..at + n) = value(i) of vectors where a whole one fits, of numbers at the end
+template <bool BF16, class Vector, class Number>
+HFP_INLINE void put_row(void* out, int64_t at, int64_t n, const Vector& vector, const Number& number) {
+    int64_t i = 0;
+    for (; i + HFP_W <= n; i += HFP_W) put<BF16>(out, at + i, vector(i));
+    for (; i < n; i++) put<BF16>(out, at + i, number(i));
+}
+
+template <bool BF16>
+HFP_INLINE void put_copy(void* out, int64_t at, const float* x, int64_t n) {
+    put_row<BF16>(out, at, n, [&](int64_t i) { return load(x + i); }, [&](int64_t i) { return x[i]; });
 }
 
 HFP_INLINE float scale_of(const float* x, int64_t n, float eps) {
@@ -46,12 +79,13 @@ HFP_INLINE void norm_rows(const hfp_norm* norm, const float* x, int64_t rows, in
         share(rows, t, threads, &first, &last);
         for (int64_t r = first; r < last; r++) {
             const float* row = x + r * n;
-            const float scale = norm->w ? scale_of(row, n, norm->eps) : 1.0f;
-            if (norm->w) {
-                for (int64_t i = 0; i < n; i++) put<BF16>(out, r * ldo + i, row[i] * scale * norm->w[i]);
-            } else {
-                for (int64_t i = 0; i < n; i++) put<BF16>(out, r * ldo + i, row[i]);
+            if (!norm->w) {
+                put_copy<BF16>(out, r * ldo, row, n);
+                continue;
             }
+            const float scale = scale_of(row, n, norm->eps), *w = norm->w;
+            put_row<BF16>(out, r * ldo, n, [&](int64_t i) { return load(row + i) * splat(scale) * load(w + i); },
+                          [&](int64_t i) { return row[i] * scale * w[i]; });
         }
     });
 }
@@ -103,21 +137,19 @@ HFP_INLINE void finish_plain(const hfp_linear* linear, float* out, int64_t row, 
     }
 }
 
-// h[r][c] = act(gate) * up; n counts gate and up, padded to whole panels
+// h[r][c] = act(gate) * up, of whole panels: ldo has room for their padding
 template <bool BF16>
 HFP_INLINE void finish_gated(const hfp_linear* linear, int act, void* out, int64_t ldo, int64_t row, int rows, int64_t panel, const float* tile) {
     const int64_t from = panel * (kPanel / 2);
     for (int r = 0; r < rows; r++) {
-        float line[kPanel / 2];
         for (int c = 0; c < kPanel / 2; c += HFP_W) {
             VF gate = load(tile + r * kPanel + c), up = load(tile + r * kPanel + kPanel / 2 + c);
             if (linear->bias) {
                 gate += load(linear->bias + panel * kPanel + c);
                 up += load(linear->bias + panel * kPanel + kPanel / 2 + c);
             }
-            store(line + c, activate(act, gate) * up);
+            put<BF16>(out, (row + r) * ldo + from + c, activate(act, gate) * up);
         }
-        for (int c = 0; c < kPanel / 2 && from + c < ldo; c++) put<BF16>(out, (row + r) * ldo + from + c, line[c]);
     }
 }
 
@@ -156,9 +188,9 @@ HFP_INLINE void split_heads(const hfp_decode_args* args, const hfp_decoder_layer
                 if (norm->w && !layer->whole_qk_norm) norm_in_place(norm, row + h * dim, dim);
                 rotate_head(row + h * dim, args->cos + r * d->rotary_dim, args->sin + r * d->rotary_dim, d->rotary_dim);
             }
-            for (int64_t i = 0; i < nq; i++) put<BF16>(work->q, r * nq + i, row[i]);
-            for (int64_t i = 0; i < nk; i++) put<BF16>(work->k, r * nk + i, row[nq + i]);
-            for (int64_t i = 0; i < nk; i++) put<BF16>(work->v, r * nk + i, row[nq + nk + i]);
+            put_copy<BF16>(work->q, r * nq, row, nq);
+            put_copy<BF16>(work->k, r * nk, row + nq, nk);
+            put_copy<BF16>(work->v, r * nk, row + nq + nk, nk);
         }
     });
 }
