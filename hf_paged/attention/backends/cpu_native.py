@@ -23,6 +23,10 @@ from hf_paged.kernels.cpu import native
 _AUX = "cpu_native"
 _BATCH = "_cpu_native_batch"
 
+#: whether the blocks with which several sequences of a decode step begin are read once for all of them; the results are
+#: the same bits either way
+GROUP_SEQUENCES = True
+
 
 class _Layer:
     """What a call needs to know about a LayerKV, in the form the kernels take."""
@@ -86,8 +90,6 @@ class _Batch:
             tables = tables.contiguous()
         if starts.shape[0] != lens.shape[0] + 1 or tables.shape[0] != lens.shape[0]:
             raise InternalError("cu_seqlens_q, seq_lens and block_tables disagree about the number of sequences")
-        #: converted copies, when a conversion was needed
-        self.keep = (starts, lens, tables)
         self.struct = native.BatchStruct(
             cu_seqlens_q=starts.data_ptr(),
             seq_lens=lens.data_ptr(),
@@ -97,6 +99,11 @@ class _Batch:
             table_width=tables.shape[1],
         )
         self.address = ctypes.addressof(self.struct)
+        groups = torch.empty(2 * lens.shape[0] + 1, dtype=torch.int32)
+        #: where there are converted copies, those, and the groups
+        self.keep = (starts, lens, tables, groups)
+        if GROUP_SEQUENCES and lens.shape[0] > 1:
+            native.check(native.library().find_groups(self.address, groups.data_ptr()))
 
 
 def _layer(kv: LayerKV) -> _Layer:

@@ -10,6 +10,11 @@
 //              --> for few queries, splits of kSplit keys at multiples of kSplit, merged in order afterwards
 //              --> chunks of keys: S = Q K^T, running softmax, O = alpha O + P V
 //
+// Sequences of a group (see hfp_batch) begin with the same blocks. These are read once for the rows of all of them, up
+// to a multiple of the chunk. What a row goes through is what it goes through alone: its splits and chunks are its own,
+// and the rows beside it in a strip or tile change nothing. Where the common part ends inside a split, each row's
+// maximum, sums and O wait in memory until the sequence's own item goes on from there.
+//
 // Inside a tile rows go through in strips of up to kStrip rows, the accumulators of which live in registers.
 
 #include "hfp_abi.h"
@@ -39,6 +44,7 @@ constexpr int kMaxChunk = 256;
 constexpr int kTileRows = 96;
 constexpr int kAmxTileRows = 128;
 constexpr int kAmxStrip = 32;
+constexpr int64_t kMinSavedBytes = 64 << 10;  // a group is read once where that spares at least as much K and V
 constexpr int64_t kSerialBytes = 48 << 10;  // below this much K and V a second thread costs more than it brings
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -55,6 +61,7 @@ constexpr int kStrip = 2, kMaxGroups = 1, kMaxCols = 2;
 HFP_INLINE int imin(int a, int b) { return a < b ? a : b; }
 HFP_INLINE int imax(int a, int b) { return a > b ? a : b; }
 HFP_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+HFP_INLINE int chunk_keys(int rows) { return rows <= kStrip ? kDecodeChunk : kChunk; }
 
 // ---------------------------------------------------------------------------------------------- element types
 
@@ -62,14 +69,14 @@ HFP_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 struct F32 {
     typedef float Query;
     typedef float Weight;
-    static constexpr bool kPaired = false, kDot = false;
+    static constexpr bool kPaired = false, kDot = false, kTile = false;
     static constexpr int kSize = 4, kExpDegree = 5;
 };
 
 struct F16 {
     typedef float Query;
     typedef float Weight;
-    static constexpr bool kPaired = false, kDot = false;
+    static constexpr bool kPaired = false, kDot = false, kTile = false;
     static constexpr int kSize = 2, kExpDegree = 5;
 };
 
@@ -77,7 +84,7 @@ struct F16 {
 struct WideBF16 {
     typedef float Query;
     typedef float Weight;
-    static constexpr bool kPaired = true, kDot = false;
+    static constexpr bool kPaired = true, kDot = false, kTile = false;
     static constexpr int kSize = 2, kExpDegree = 5;
 };
 
@@ -85,11 +92,29 @@ struct WideBF16 {
 struct BF16 {
     typedef uint16_t Query;
     typedef uint16_t Weight;
-    static constexpr bool kPaired = true, kDot = true;
+    static constexpr bool kPaired = true, kDot = true, kTile = false;
     static constexpr int kSize = 2, kExpDegree = 3;
 };
 #else
 typedef WideBF16 BF16;
+#endif
+
+#if HFP_USE_AMX
+// Widened as well, and with the bits of a tile: whether a row goes through a tile or not depends on the rows beside it.
+// A tile adds the products of even places and those of odd places to two sums that begin at zero, in order and each
+// step rounded once, then both sums to each other and that to the result. Subnormal numbers count as zero: FlushToZero.
+struct TileBF16 {
+    typedef float Query;
+    typedef float Weight;
+    static constexpr bool kPaired = true, kDot = false, kTile = true;
+    static constexpr int kSize = 2, kExpDegree = 3;
+};
+
+struct FlushToZero {
+    unsigned before = _mm_getcsr();
+    FlushToZero() { _mm_setcsr(before | 0x8040); }
+    ~FlushToZero() { _mm_setcsr(before); }
+};
 #endif
 
 template <class T>
@@ -223,10 +248,105 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
     }
 }
 
+#if HFP_USE_AMX
+constexpr int kTileDims = 32;  // of K that one tile operation takes
+// On processors with AMX vdpbf16ps takes 2 cycles where the two multiply-adds it replaces take 1, and a tile of few rows
+// takes as long as a full one: so few are better off widened.
+constexpr int kMaxWideRows = 3;
+
+template <int M, int NG>
+void score_strip_as_tile(const float* q, int64_t ldq, const char* const* k, const char* const* ahead, int dk, float* s) {
+    VF acc[M][NG];
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        HFP_UNROLL for (int n = 0; n < NG; n++) acc[m][n] = VF{};
+    }
+    const char* kp[NG];
+    const char* next[NG];
+    HFP_UNROLL for (int n = 0; n < NG; n++) {
+        kp[n] = k[n];
+        next[n] = ahead[n];
+    }
+    for (int d0 = 0; d0 < dk; d0 += kTileDims) {
+        VF even[M][NG], odd[M][NG];
+        HFP_UNROLL for (int m = 0; m < M; m++) {
+            HFP_UNROLL for (int n = 0; n < NG; n++) even[m][n] = odd[m][n] = VF{};
+        }
+        for (int d = d0; d < d0 + kTileDims; d += 2) {
+            const int64_t row = static_cast<int64_t>(d) * 32;
+            VF low[NG], high[NG];
+            HFP_UNROLL for (int n = 0; n < NG; n++) {
+                prefetch<false>(next[n] + row);
+                const VI pair = in_register(load_int(kp[n] + row));
+                low[n] = as_float(pair << 16);
+                high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
+            }
+            HFP_UNROLL for (int m = 0; m < M; m++) {
+                const VF a0 = in_register(splat(q[m * ldq + d])), a1 = in_register(splat(q[m * ldq + d + 1]));
+                HFP_UNROLL for (int n = 0; n < NG; n++) even[m][n] = fma(a0, low[n], even[m][n]);
+                HFP_UNROLL for (int n = 0; n < NG; n++) odd[m][n] = fma(a1, high[n], odd[m][n]);
+            }
+        }
+        HFP_UNROLL for (int m = 0; m < M; m++) {
+            HFP_UNROLL for (int n = 0; n < NG; n++) acc[m][n] += even[m][n] + odd[m][n];
+        }
+    }
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        HFP_UNROLL for (int n = 0; n < NG; n++) store(s + m * kMaxChunk + n * HFP_W, acc[m][n]);
+    }
+}
+
+template <int M, int NV>
+void value_strip_as_tile(const float* p, const char* const* v, const char* const* ahead, int num_groups, int dvp, int c0,
+                         const float* alpha, float* o) {
+    VF acc[M][NV];
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        const VF a = splat(alpha[m]);
+        HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = a * load(o + m * dvp + n * HFP_W);
+    }
+    const int64_t row_bytes = static_cast<int64_t>(dvp) * 4;
+    for (int g = 0; g < num_groups; g++) {
+        const char* row = v[g] + static_cast<int64_t>(c0) * 4;
+        const char* next = ahead[g] + static_cast<int64_t>(c0) * 4;
+        const float* weight = p + g * kGroup;
+        VF even[M][NV], odd[M][NV];
+        HFP_UNROLL for (int m = 0; m < M; m++) {
+            HFP_UNROLL for (int n = 0; n < NV; n++) even[m][n] = odd[m][n] = VF{};
+        }
+        for (int t = 0; t < kGroup; t += 2, row += row_bytes, next += row_bytes) {
+            VF low[NV], high[NV];
+            HFP_UNROLL for (int n = 0; n < NV; n++) {
+                prefetch<false>(next + n * 64);
+                const VI pair = in_register(load_int(row + n * 64));
+                low[n] = as_float(pair << 16);
+                high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
+            }
+            HFP_UNROLL for (int m = 0; m < M; m++) {
+                const VF a0 = in_register(splat(weight[m * kMaxChunk + t])), a1 = in_register(splat(weight[m * kMaxChunk + t + 1]));
+                HFP_UNROLL for (int n = 0; n < NV; n++) even[m][n] = fma(a0, low[n], even[m][n]);
+                HFP_UNROLL for (int n = 0; n < NV; n++) odd[m][n] = fma(a1, high[n], odd[m][n]);
+            }
+        }
+        HFP_UNROLL for (int m = 0; m < M; m++) {
+            HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] += even[m][n] + odd[m][n];
+        }
+    }
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        HFP_UNROLL for (int n = 0; n < NV; n++) store(o + m * dvp + n * HFP_W, acc[m][n]);
+    }
+}
+#endif
+
 template <class T, int M>
 void score_rows(const typename T::Query* q, int64_t ldq, const char* const* k, const char* const* ahead, int num_groups, int dk,
                 float* s) {
     // The lists of addresses are padded, so the last step may score keys that nobody will look at.
+#if HFP_USE_AMX
+    if constexpr (T::kTile) {
+        constexpr int NG = M <= 2 ? 4 : 2, ROWS = M <= kMaxWideRows ? M : 1;
+        for (int g = 0; g < num_groups; g += NG) score_strip_as_tile<ROWS, NG>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
+        return;
+    }
+#endif
     for (int g = 0; g < num_groups; g += kMaxGroups) {
         score_strip<T, M, kMaxGroups>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
     }
@@ -236,6 +356,16 @@ template <class T, int M>
 void value_rows(const typename T::Weight* p, const char* const* v, const char* const* ahead, int num_groups, int dvp,
                 const float* alpha, float* o) {
     int c = 0;
+#if HFP_USE_AMX
+    if constexpr (T::kTile) {
+        constexpr int NV = M == 1 ? 4 : 2, ROWS = M <= kMaxWideRows ? M : 1;
+        for (; c + NV * HFP_W <= dvp; c += NV * HFP_W) {
+            value_strip_as_tile<ROWS, NV>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
+        }
+        if (c < dvp) value_strip_as_tile<ROWS, 2>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
+        return;
+    }
+#endif
     for (; c + kMaxCols * HFP_W <= dvp; c += kMaxCols * HFP_W) {
         value_strip<T, M, kMaxCols>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
     }
@@ -299,6 +429,15 @@ HFP_INLINE void store_weight(uint16_t* p, VF x) {
 }
 #endif
 
+// A weight as a tile would have read it.
+HFP_INLINE VF round_weight(VF x) {
+#if HFP_BF16_DOT
+    return as_float((VI)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)) << 16);
+#else
+    return x;
+#endif
+}
+
 // Turns n scores of keys first_key.. into weights relative to the new running maximum. `sum` is a vector of W partial
 // sums. Keys outside [lo, hi) get weight exactly 0, whatever S holds there. Returns what older weights are worth now.
 // With FETCH, 16 bytes a key from `fetch` on are prefetched: memory should not rest while the softmax runs.
@@ -332,7 +471,7 @@ HFP_INLINE float softmax_row(float* s, typename T::Weight* p, int n, int first_k
         if (FETCH) prefetch_lines(fetch + (n + i) * 8, HFP_W * 8);
         const VF w = exp2v<T::kExpDegree>(fma(load(s + i), scale, shift));
         total += w;
-        store_weight(p + i, w);
+        store_weight(p + i, T::kTile ? round_weight(w) : w);
     }
     const float alpha = new_max == old_max ? 1.0f : exp2v<5>(splat(old_max - base))[0];
     store(sum, fma(splat(alpha), load(sum), total));
@@ -360,7 +499,7 @@ HFP_INLINE char* reserve(Scratch* s, int64_t bytes) {
     return s->base;
 }
 
-thread_local Scratch tls_work, tls_items;
+thread_local Scratch tls_work, tls_items, tls_members;
 
 // ---------------------------------------------------------------------------------------------- work items
 
@@ -368,7 +507,19 @@ thread_local Scratch tls_work, tls_items;
 struct Item {
     int seq, j0, j1, k0, k1;
     int64_t partial;  // index of the tile's first partial row for head 0; -1: the result goes straight to the output
-    int split, num_splits;
+    int split, num_splits;  // num_splits 0: long prompts are not split; the item of members has those of the first
+    int num_members;  // not 0: the queries are those of members [member, member + num_members), j0 and j1 those of one
+    int member;       // a sequence's own item: where it stands among the members, or -1
+    bool carried;     // what the common keys of this split came to is left for, or taken from, each member's state
+};
+
+// A sequence of a group whose common keys are read together in this call.
+struct Member {
+    int seq;
+    int shared;  // that many keys
+    int num_splits;
+    int64_t partial;  // as in its items
+    int group_end;    // the member behind the last of its group
 };
 
 struct Job {
@@ -384,9 +535,17 @@ struct Job {
     const Item* items;
     int num_items;
     float* partials;
+    int num_first;    // items that need not wait for another: all but those that go on from a state
     int64_t unit;     // how many of them a thread takes at a time
-    int64_t next;     // shared counter of (item, head) pairs
+    int64_t next;     // shared counters of (item, head) pairs: the first ones, those after them, merges
+    int64_t next_own;
     int64_t next_merge;
+    Member* members;
+    int num_members;
+    int* member_of;   // of each sequence, -1 if it is none; null where nobody is
+    float* states;    // of each member, KV head and head of the group: O, the maximum, the partial sums
+    int state_floats;
+    int tile_members;
     int failed;
 };
 
@@ -449,6 +608,20 @@ HFP_INLINE bool make_work(const Job* job, Work* w) {
     return true;
 }
 
+HFP_INLINE int item_rows(const Job* job, const Item& item) {
+    return (item.num_members ? item.num_members : item.j1 - item.j0) * job->group;
+}
+
+// The first row of a member of a KV head.
+HFP_INLINE float* state_of(const Job* job, int member, int head) {
+    const int64_t first = (static_cast<int64_t>(member) * job->args->layer->num_kv_heads + head) * job->group;
+    return job->states + first * job->state_floats;
+}
+
+HFP_INLINE float* partial_of(const Job* job, int64_t partial, int head, int num_splits, int split, int rows) {
+    return job->partials + (partial + (static_cast<int64_t>(head) * num_splits + split) * rows) * job->row_floats;
+}
+
 // Where the groups of 16 tokens of keys [k0, k1) lie; k0 is rounded down to its group. Returns how many there are.
 HFP_INLINE int locate(const Job* job, int seq, int head, int k0, int k1, const char** k, const char** v) {
     const hfp_layer* layer = job->args->layer;
@@ -503,11 +676,13 @@ template <class T>
 HFP_INLINE void pack_queries(const Job* job, const Item& item, int head, int64_t ldq, typename T::Query* q) {
     const hfp_attend_args* a = job->args;
     const int dk = a->layer->dk;
-    const int64_t first = a->batch->cu_seqlens_q[item.seq];
+    const int64_t first = a->batch->cu_seqlens_q[item.seq] + item.j0;
+    const int num_queries = item.num_members ? item.num_members : item.j1 - item.j0;
     int row = 0;
-    for (int j = item.j0; j < item.j1; j++) {
+    for (int j = 0; j < num_queries; j++) {
+        const int64_t token = item.num_members ? a->batch->cu_seqlens_q[job->members[item.member + j].seq] : first + j;
         for (int g = 0; g < job->group; g++, row++) {
-            const int64_t at = (first + j) * a->q_stride_t + static_cast<int64_t>(head * job->group + g) * a->q_stride_h;
+            const int64_t at = token * a->q_stride_t + static_cast<int64_t>(head * job->group + g) * a->q_stride_h;
             typename T::Query* target = q + row * ldq;
             if constexpr (T::kDot) {
                 memcpy(target, a->q + at * 2, static_cast<size_t>(dk) * 2);
@@ -553,17 +728,57 @@ HFP_INLINE float lane_sum(const float* sum) {
     return total;
 }
 
+HFP_INLINE void save_partials(const Job* job, float* target, int r, int rows, const Work& w) {
+    for (int end = r + rows; r < end; r++, target += job->row_floats) {
+        memcpy(target, w.o + static_cast<int64_t>(r) * job->dvp, static_cast<size_t>(job->dvp) * 4);
+        target[job->dvp] = w.m[r];
+        target[job->dvp + 1] = lane_sum(w.sum + r * HFP_W);
+    }
+}
+
+HFP_INLINE void save_states(const Job* job, float* target, int r, int rows, const Work& w) {
+    for (int end = r + rows; r < end; r++, target += job->state_floats) {
+        memcpy(target, w.o + static_cast<int64_t>(r) * job->dvp, static_cast<size_t>(job->dvp) * 4);
+        memcpy(target + job->dvp, w.sum + r * HFP_W, HFP_W * 4);
+        target[job->dvp + HFP_W] = w.m[r];
+    }
+}
+
+HFP_INLINE void start_rows(const Job* job, const Item& item, int head, const Work& w) {
+    const int rows = item_rows(job, item);
+    if (item.carried && !item.num_members) {
+        const float* source = state_of(job, item.member, head);
+        for (int r = 0; r < rows; r++, source += job->state_floats) {
+            memcpy(w.o + static_cast<int64_t>(r) * job->dvp, source, static_cast<size_t>(job->dvp) * 4);
+            memcpy(w.sum + r * HFP_W, source + job->dvp, HFP_W * 4);
+            w.m[r] = source[job->dvp + HFP_W];
+        }
+        return;
+    }
+    for (int r = 0; r < rows; r++) {
+        w.m[r] = kMinusInf;
+        memset(w.sum + r * HFP_W, 0, HFP_W * 4);
+    }
+    memset(w.o, 0, static_cast<size_t>(rows) * job->dvp * 4);
+}
+
 template <class T>
 HFP_INLINE void finish(const Job* job, const Item& item, int head, const Work& w) {
-    const int rows = (item.j1 - item.j0) * job->group;
-    if (item.partial >= 0) {
-        const int64_t first = item.partial + static_cast<int64_t>(head) * item.num_splits * rows + static_cast<int64_t>(item.split) * rows;
-        for (int r = 0; r < rows; r++) {
-            float* target = job->partials + (first + r) * job->row_floats;
-            memcpy(target, w.o + r * job->dvp, static_cast<size_t>(job->dvp) * 4);
-            target[job->dvp] = w.m[r];
-            target[job->dvp + 1] = lane_sum(w.sum + r * HFP_W);
+    if (item.num_members) {
+        for (int i = 0; i < item.num_members; i++) {
+            const Member& member = job->members[item.member + i];
+            if (item.carried) {
+                save_states(job, state_of(job, item.member + i, head), i * job->group, job->group, w);
+            } else {
+                float* target = partial_of(job, member.partial, head, member.num_splits, item.split, job->group);
+                save_partials(job, target, i * job->group, job->group, w);
+            }
         }
+        return;
+    }
+    const int rows = item_rows(job, item);
+    if (item.partial >= 0) {
+        save_partials(job, partial_of(job, item.partial, head, item.num_splits, item.split, rows), 0, rows, w);
         return;
     }
     const int64_t token = job->args->batch->cu_seqlens_q[item.seq] + item.j0;
@@ -580,6 +795,11 @@ struct Span {
 
 HFP_INLINE Span strip_span(const Job* job, const Item& item, int position0, int r0, int n) {
     Span s;
+    if (item.num_members) {
+        s.lo = item.k0;
+        s.hi = item.k1;
+        return s;
+    }
     s.lo = first_visible(job->args->params, position0 + r0 / job->group);
     s.hi = position0 + (r0 + n - 1) / job->group + 1;
     s.lo = imax(s.lo, item.k0);
@@ -605,25 +825,25 @@ template <class T>
 HFP_INLINE void weigh_strip(const Job* job, const Item& item, const Work& w, int head, int position0, int r0, int n, int c0,
                             int num_keys, const char* const* fetch) {
     for (int i = 0; i < n; i++) {
-        const int r = r0 + i, position = position0 + r / job->group;
+        const int r = r0 + i;
+        int position = position0 + r / job->group;
+        int lo = item.k0, hi = item.k1;  // all that members have in common lies before each one's query
+        if (item.num_members) {
+            position = job->args->batch->seq_lens[job->members[item.member + r / job->group].seq] - 1;
+        } else {
+            lo = imax(first_visible(job->args->params, position), item.k0);
+            hi = imin(position + 1, item.k1);
+        }
         float* s = w.s + i * kMaxChunk;
         if (job->scoring.transform) {
             const float slope = job->args->alibi ? job->args->alibi[head * job->group + r % job->group] : 0.0f;
             transform_scores(s, num_keys, job->scoring, slope, c0, position);
         }
-        const int lo = imax(first_visible(job->args->params, position), item.k0), hi = imin(position + 1, item.k1);
         typename T::Weight* p = reinterpret_cast<typename T::Weight*>(w.p) + i * kMaxChunk;
         const float multiplier = job->scoring.multiplier;
         float* sum = w.sum + r * HFP_W;
         w.alpha[r] = fetch ? softmax_row<T, true>(s, p, num_keys, c0, lo, hi, multiplier, w.m + r, sum, fetch[i])
                            : softmax_row<T, false>(s, p, num_keys, c0, lo, hi, multiplier, w.m + r, sum, nullptr);
-    }
-}
-
-HFP_INLINE void start_rows(const Work& w, int rows) {
-    for (int r = 0; r < rows; r++) {
-        w.m[r] = kMinusInf;
-        memset(w.sum + r * HFP_W, 0, HFP_W * 4);
     }
 }
 
@@ -745,15 +965,14 @@ HFP_INLINE void amx_value_rows(const uint16_t* p, const char* const* v, const ch
 template <class T>
 void run_item(const Job* job, const Item& item, int head, const Item* next_item, int next_head, Work& w) {
     const hfp_layer* layer = job->args->layer;
-    const int rows = (item.j1 - item.j0) * job->group;
-    const int chunk = rows <= kStrip ? kDecodeChunk : kChunk;
+    const int rows = item_rows(job, item);
+    const int chunk = chunk_keys((item.j1 - item.j0) * job->group);  // a member's own rows, not the tile's
     const int64_t ldq = round_up(layer->dk, 2);
     typename T::Query* q = reinterpret_cast<typename T::Query*>(w.q);
     const int position0 = job->args->batch->seq_lens[item.seq] -
                           (job->args->batch->cu_seqlens_q[item.seq + 1] - job->args->batch->cu_seqlens_q[item.seq]) + item.j0;
     pack_queries<T>(job, item, head, ldq, q);
-    start_rows(w, rows);
-    memset(w.o, 0, static_cast<size_t>(rows) * job->dvp * 4);
+    start_rows(job, item, head, w);
 
     Groups groups[2];
     const int start = item.k0 / kGroup * kGroup;
@@ -761,7 +980,7 @@ void run_item(const Job* job, const Item& item, int head, const Item* next_item,
     groups[0].n = locate(job, item.seq, head, start, imin(start + chunk, item.k1), groups[0].k, groups[0].v);
 #if HFP_USE_AMX
     const bool narrow_tiles = T::kDot && job->amx;
-    const int strips = ceil_div(rows, narrow_tiles ? kMaxNarrowRows : kStrip);
+    const int strips = ceil_div(rows, narrow_tiles ? kMaxNarrowRows : T::kTile ? kMaxWideRows : kStrip);
 #else
     const int strips = ceil_div(rows, kStrip);
 #endif
@@ -837,8 +1056,8 @@ void run_item_amx(const Job* job, const Item& item, int head, Work& w) {
     configure_tiles(kWideTiles, &w.tiles);
     pack_queries<BF16>(job, item, head, dk, q);
     memset(q + static_cast<int64_t>(rows) * dk, 0, static_cast<size_t>(padded - rows) * dk * 2);
-    start_rows(w, rows);
-    memset(w.o, 0, static_cast<size_t>(padded) * dvp * 4);
+    start_rows(job, item, head, w);
+    memset(w.o + static_cast<int64_t>(rows) * dvp, 0, static_cast<size_t>(padded - rows) * dvp * 4);
     // Weights of the padding rows stay zero for the whole item.
     memset(p, 0, static_cast<size_t>(kAmxStrip) * kMaxChunk * 2);
 
@@ -925,14 +1144,13 @@ void run_item_amx(const Job* job, const Item& item, int head, Work& w) {
 
 template <class T>
 void merge_item(const Job* job, const Item& item, int head) {
-    const int rows = (item.j1 - item.j0) * job->group;
-    const int64_t first = item.partial + static_cast<int64_t>(head) * item.num_splits * rows;
+    const int rows = item_rows(job, item);
     const int64_t token = job->args->batch->cu_seqlens_q[item.seq] + item.j0;
     for (int r = 0; r < rows; r++) {
-        float* total = job->partials + (first + r) * job->row_floats;
+        float* total = partial_of(job, item.partial, head, item.num_splits, 0, rows) + r * job->row_floats;
         float m = total[job->dvp], sum = total[job->dvp + 1];
         for (int s = 1; s < item.num_splits; s++) {
-            const float* part = job->partials + (first + static_cast<int64_t>(s) * rows + r) * job->row_floats;
+            const float* part = total + static_cast<int64_t>(s) * rows * job->row_floats;
             const float pm = part[job->dvp];
             if (pm == kMinusInf) continue;
             const float top = pm > m ? pm : m;
@@ -945,21 +1163,24 @@ void merge_item(const Job* job, const Item& item, int head) {
     }
 }
 
+// Takes (item, head) pairs from `next` on, up to `total`.
 template <class T>
-void run_thread(Job* job) {
+void run_thread(Job* job, int64_t* next, int64_t total) {
     Work w;
     if (!make_work(job, &w)) {
         __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
         return;
     }
+#if HFP_USE_AMX
+    FlushToZero like_tiles;
+#endif
     const int heads = job->args->layer->num_kv_heads;
-    const int64_t total = static_cast<int64_t>(job->num_items) * heads;
     // Work is taken in units, the KV heads of one item where there is plenty: their pieces of a block are neighbours in
     // memory. Each thread knows its next unit before it starts one, so that the last chunk can prefetch for it.
     const int64_t unit = job->unit;
-    int64_t mine = __atomic_fetch_add(&job->next, unit, __ATOMIC_RELAXED), left = unit;
+    int64_t mine = __atomic_fetch_add(next, unit, __ATOMIC_RELAXED), left = unit;
     while (mine < total) {
-        const int64_t then = --left ? mine + 1 : __atomic_fetch_add(&job->next, unit, __ATOMIC_RELAXED);
+        const int64_t then = --left ? mine + 1 : __atomic_fetch_add(next, unit, __ATOMIC_RELAXED);
         if (!left) left = unit;
         const Item& item = job->items[mine / heads];
         const int head = static_cast<int>(mine % heads);
@@ -974,10 +1195,15 @@ void run_thread(Job* job) {
         const int next_head = static_cast<int>(then % heads);
         mine = then;
 #if HFP_USE_AMX
-        // On processors with AMX vdpbf16ps takes 2 cycles where the two multiply-adds it replaces take 1, and a tile of
-        // few rows takes as long as a full one: few rows, and shapes that do not fit tiles, are better off widened.
-        if (!job->amx || (item.j1 - item.j0) * job->group <= kStrip) {
+        // Shapes that do not fit tiles are widened, and so is a sequence's last split. In those before it many sequences
+        // may meet, and they are worth the bits of a tile.
+        const bool few = (item.j1 - item.j0) * job->group <= kStrip;
+        if (!job->amx || (few && item.split >= item.num_splits - 1)) {
             run_item<WideBF16>(job, item, head, next_item, next_head, w);
+            continue;
+        }
+        if (item_rows(job, item) <= kMaxWideRows) {
+            run_item<TileBF16>(job, item, head, next_item, next_head, w);
             continue;
         }
 #endif
@@ -996,17 +1222,25 @@ void run_merges(Job* job) {
         const int64_t i = __atomic_fetch_add(&job->next_merge, 1, __ATOMIC_RELAXED);
         if (i >= total) return;
         const Item& item = job->items[i / heads];
-        if (item.partial >= 0 && item.split == 0) merge_item<T>(job, item, static_cast<int>(i % heads));
+        // The last split is a sequence's own even where the others are a group's.
+        if (item.partial >= 0 && item.split == item.num_splits - 1) merge_item<T>(job, item, static_cast<int>(i % heads));
     }
 }
 
 template <class T>
 void run_job(Job* job, int num_threads, bool merge) {
+    const int64_t heads = job->args->layer->num_kv_heads;
+    const int64_t first = job->num_first * heads, total = job->num_items * heads;
+    job->next_own = first;
 #ifdef _OPENMP
     if (num_threads > 1) {
 #pragma omp parallel num_threads(num_threads)
         {
-            run_thread<T>(job);
+            run_thread<T>(job, &job->next, first);
+            if (first < total) {
+#pragma omp barrier
+                run_thread<T>(job, &job->next_own, total);
+            }
             if (merge) {
 #pragma omp barrier
                 run_merges<T>(job);
@@ -1015,28 +1249,128 @@ void run_job(Job* job, int num_threads, bool merge) {
         return;
     }
 #endif
-    run_thread<T>(job);
+    run_thread<T>(job, &job->next, first);
+    if (first < total) run_thread<T>(job, &job->next_own, total);
     if (merge) run_merges<T>(job);
 }
 
-// Fills items (when not null) and returns how many there are; *rows counts the partial rows of all heads.
-HFP_INLINE int plan(const Job* job, Item* items, int64_t* partial_rows, int64_t* keys) {
+// Chooses the groups worth it in this layer and fills members and member_of. False: out of memory.
+HFP_INLINE bool plan_members(Job* job) {
     const hfp_attend_args* a = job->args;
     const hfp_batch* b = a->batch;
-    const int heads = a->layer->num_kv_heads;
-    int count = 0;
-    int64_t rows_total = 0, keys_total = 0;
+    if (b->num_groups <= 0) return true;
+    const int64_t listed = b->group_starts[b->num_groups];
+    const int64_t member_bytes = round_up(listed * static_cast<int64_t>(sizeof(Member)), 64);
+    char* memory = reserve(&tls_members, member_bytes + b->num_seqs * static_cast<int64_t>(sizeof(int)));
+    if (!memory) return false;
+    job->members = reinterpret_cast<Member*>(memory);
+    int* member_of = reinterpret_cast<int*>(memory + member_bytes);
+    for (int i = 0; i < b->num_seqs; i++) member_of[i] = -1;
+    const int chunk = chunk_keys(job->group);
+    int64_t rows_of_splits = 0;
+    const int size = a->layer->dtype == HFP_F32 ? 4 : 2;
+    const int64_t key_bytes = static_cast<int64_t>(a->layer->num_kv_heads) * (a->layer->dk + job->dvp) * size;
+    for (int64_t g = 0; g < b->num_groups; g++) {
+        const int32_t* seqs = b->group_members + b->group_starts[g];
+        const int n = b->group_starts[g + 1] - b->group_starts[g];
+        int64_t shared = static_cast<int64_t>(b->group_blocks[g]) * a->layer->block_size;
+        bool from_first = true;
+        for (int i = 0; i < n; i++) {
+            const int position = b->seq_lens[seqs[i]] - 1;
+            from_first &= first_visible(a->params, position) == 0;
+            if (shared > position) shared = position;
+        }
+        shared = shared / chunk * chunk;
+        if (!from_first || (n - 1) * shared * key_bytes < kMinSavedBytes) continue;
+        const int end = job->num_members + n;
+        rows_of_splits += static_cast<int64_t>(n) * ceil_div(static_cast<int>(shared), kSplit);
+        const int in_last = static_cast<int>(shared) / kSplit + 1;
+        for (int longer = 1; longer >= 0; longer--) {
+            for (int i = 0; i < n; i++) {
+                Member member;
+                member.seq = seqs[i];
+                member.shared = static_cast<int>(shared);
+                member.num_splits = ceil_div(b->seq_lens[seqs[i]], kSplit);
+                member.partial = -1;
+                member.group_end = end;
+                if ((member.num_splits > in_last) != longer) continue;
+                member_of[seqs[i]] = job->num_members;
+                job->members[job->num_members++] = member;
+            }
+        }
+    }
+    if (!job->num_members) return true;
+    job->member_of = member_of;
+    // As full as leaves every thread its share. Which members share a tile is nothing to their results.
+    const int64_t fair = rows_of_splits * a->layer->num_kv_heads / (4 * imax(a->num_threads, 1));
+    const int least = imin(ceil_div(2 * kStrip, job->group), job->tile_queries);
+    job->tile_members = fair < least ? least : fair < job->tile_queries ? static_cast<int>(fair) : job->tile_queries;
+    return true;
+}
+
+struct Plan {
+    Item* items;  // null: only count
+    int count;
+    int64_t partial_rows;  // of all heads
+    int64_t keys;          // that queries look at, a group's as often as it has members
+};
+
+HFP_INLINE void add_item(Plan* plan, const Item& item) {
+    if (plan->items) plan->items[plan->count] = item;
+    plan->count++;
+}
+
+// Members [first, end) of one group in split s, which is the last one of all of them or of none.
+HFP_INLINE void plan_shared_split(const Job* job, int first, int end, int s, Plan* plan) {
+    const int n = end - first, tiles = ceil_div(n, job->tile_members);
+    for (int tile = 0; tile < tiles; tile++) {
+        Item item;
+        item.member = first + n * tile / tiles;
+        item.num_members = first + n * (tile + 1) / tiles - item.member;
+        item.seq = job->members[first].seq;
+        item.j0 = 0;
+        item.j1 = 1;
+        item.k0 = s * kSplit;
+        item.k1 = imin(job->members[first].shared, (s + 1) * kSplit);
+        item.partial = -1;
+        item.split = s;
+        item.num_splits = job->members[first].num_splits;
+        item.carried = item.k1 < (s + 1) * kSplit;
+        add_item(plan, item);
+    }
+}
+
+HFP_INLINE void plan_groups(const Job* job, Plan* plan) {
+    for (int first = 0; first < job->num_members; first = job->members[first].group_end) {
+        const int end = job->members[first].group_end, shared = job->members[first].shared;
+        for (int s = 0; s * kSplit < shared; s++) {
+            int longer = first;  // members that go on behind this split come first
+            while (longer < end && job->members[longer].num_splits > s + 1) longer++;
+            plan_shared_split(job, first, longer, s, plan);
+            plan_shared_split(job, longer, end, s, plan);
+        }
+    }
+}
+
+// What sequences do not share, but for the splits in which the common part ends.
+HFP_INLINE void plan_sequences(const Job* job, Plan* plan) {
+    const hfp_attend_args* a = job->args;
+    const hfp_batch* b = a->batch;
     for (int i = 0; i < b->num_seqs; i++) {
         const int num_queries = b->cu_seqlens_q[i + 1] - b->cu_seqlens_q[i], seq_len = b->seq_lens[i];
         if (seq_len <= 0 || num_queries <= 0) continue;
         const int tiles = ceil_div(num_queries, job->tile_queries);
         const bool split = num_queries <= kSplitMaxQueries;
+        Member* member = job->member_of && job->member_of[i] >= 0 ? job->members + job->member_of[i] : nullptr;
         // Last tiles first: they see the most keys, and long items should not be the last to start.
         for (int tile = tiles - 1; tile >= 0; tile--) {
             Item item;
             item.seq = i;
             item.j0 = tile * job->tile_queries;
             item.j1 = imin(item.j0 + job->tile_queries, num_queries);
+            item.num_members = 0;
+            item.member = -1;
+            item.carried = false;
             const int position0 = seq_len - num_queries + item.j0;
             const int lo = first_visible(a->params, position0), hi = imax(position0 + item.j1 - item.j0, 0);
             const int rows = (item.j1 - item.j0) * job->group;
@@ -1047,25 +1381,52 @@ HFP_INLINE int plan(const Job* job, Item* items, int64_t* partial_rows, int64_t*
             if (!split || s1 - s0 == 1) {
                 item.k0 = imin(lo, hi);
                 item.k1 = hi;
-                if (items) items[count] = item;
-                count++;
+                if (!member) add_item(plan, item);
             } else {
-                item.partial = rows_total;
+                item.partial = plan->partial_rows;
+                if (member) member->partial = item.partial;
                 for (int s = s0; s < s1; s++) {
                     item.split = s - s0;
                     item.k0 = imax(lo, s * kSplit);
                     item.k1 = imin(hi, (s + 1) * kSplit);
-                    if (items) items[count] = item;
-                    count++;
+                    if (!member || item.k0 >= member->shared) add_item(plan, item);
                 }
-                rows_total += static_cast<int64_t>(rows) * (s1 - s0) * heads;
+                plan->partial_rows += static_cast<int64_t>(rows) * (s1 - s0) * a->layer->num_kv_heads;
             }
-            keys_total += hi - imin(lo, hi);
+            plan->keys += hi - imin(lo, hi);
         }
     }
-    *partial_rows = rows_total;
-    *keys = keys_total;
-    return count;
+}
+
+// The rest of the splits in which a common part ends.
+HFP_INLINE void plan_carried(const Job* job, Plan* plan) {
+    for (int i = 0; i < job->num_members; i++) {
+        const Member& member = job->members[i];
+        if (member.shared % kSplit == 0) continue;
+        Item item;
+        item.seq = member.seq;
+        item.j0 = 0;
+        item.j1 = 1;
+        item.split = member.shared / kSplit;
+        item.k0 = member.shared;
+        item.k1 = imin(job->args->batch->seq_lens[member.seq], (item.split + 1) * kSplit);
+        item.partial = member.partial;
+        item.num_splits = member.num_splits;
+        item.num_members = 0;
+        item.member = i;
+        item.carried = true;
+        add_item(plan, item);
+    }
+}
+
+HFP_INLINE Plan make_plan(Job* job, Item* items) {
+    Plan plan = {items, 0, 0, 0};
+    plan_groups(job, &plan);
+    plan_sequences(job, &plan);
+    job->num_first = plan.count;
+    plan_carried(job, &plan);
+    job->num_items = plan.count;
+    return plan;
 }
 
 HFP_INLINE int check_tables(const hfp_attend_args* a) {
@@ -1121,19 +1482,23 @@ int HFP_ATTEND(const hfp_attend_args* args) {
 #endif
     job.tile_queries = imax(1, (job.amx ? kAmxTileRows : kTileRows) / job.group);
 
-    int64_t partial_rows = 0, keys = 0;
-    job.num_items = plan(&job, nullptr, &partial_rows, &keys);
+    if (!plan_members(&job)) return HFP_NO_MEMORY;
+    job.state_floats = static_cast<int>(round_up(job.dvp + HFP_W + 1, 16));
+    const Plan plan = make_plan(&job, nullptr);
     if (job.num_items == 0) return HFP_OK;
     const int64_t item_bytes = round_up(static_cast<int64_t>(job.num_items) * static_cast<int64_t>(sizeof(Item)), 64);
-    char* memory = reserve(&tls_items, item_bytes + partial_rows * job.row_floats * 4);
+    const int64_t partial_bytes = plan.partial_rows * job.row_floats * 4;
+    const int64_t state_bytes = static_cast<int64_t>(job.num_members) * args->num_q_heads * job.state_floats * 4;
+    char* memory = reserve(&tls_items, item_bytes + partial_bytes + state_bytes);
     if (!memory) return HFP_NO_MEMORY;
     job.partials = reinterpret_cast<float*>(memory + item_bytes);
-    plan(&job, reinterpret_cast<Item*>(memory), &partial_rows, &keys);
+    job.states = reinterpret_cast<float*>(memory + item_bytes + partial_bytes);
+    make_plan(&job, reinterpret_cast<Item*>(memory));
     job.items = reinterpret_cast<const Item*>(memory);
 
-    const int64_t bytes = keys * layer->num_kv_heads * (layer->dk + job.dvp) * size;
+    const int64_t bytes = plan.keys * layer->num_kv_heads * (layer->dk + job.dvp) * size;
     const int num_threads = bytes < kSerialBytes ? 1 : args->num_threads;
-    const bool merge = partial_rows > 0;
+    const bool merge = plan.partial_rows > 0;
     job.unit = job.num_items >= 8 * num_threads ? layer->num_kv_heads : 1;
 #if HFP_BF16_DOT
     run_job<BF16>(&job, num_threads, merge);  // other dtypes gain nothing from this level: see hfp_attend

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -205,6 +207,56 @@ uint64_t checksum_piece(const unsigned char* p, int64_t n, uint64_t seed) {
     return total;
 }
 
+// ---------------------------------------------------------------------------------------------- groups
+//
+// Sequences sorted by their tables are a tree: those that begin with the same n blocks are neighbours. One level of it
+// is used, the cut through the tree that spares the most blocks.
+
+constexpr int kLeastBlock = 16;  // tokens; the batch does not know how many a block has
+
+struct Sorted {
+    const int32_t* table;
+    int32_t seq;
+    int32_t length;  // entries that may be compared
+    int32_t common;  // with the one before
+};
+
+inline int32_t common_blocks(const Sorted& a, const Sorted& b) {
+    const int32_t n = a.length < b.length ? a.length : b.length;
+    int32_t at = 0;
+    while (at < n && a.table[at] == b.table[at]) at++;
+    return at;
+}
+
+inline bool precedes(const Sorted& a, const Sorted& b) {
+    const int32_t at = common_blocks(a, b);
+    const bool a_ends = at == a.length, b_ends = at == b.length;
+    if (a_ends || b_ends) return a_ends && b_ends ? a.seq < b.seq : a_ends;
+    return a.table[at] < b.table[at];
+}
+
+struct Group {
+    int32_t first, end, blocks;
+};
+
+// Appends the best groups among rows [first, end) and returns how many blocks they spare.
+int64_t choose_groups(const Sorted* rows, int32_t first, int32_t end, Group* groups, int64_t* num_groups) {
+    if (end - first < 2) return 0;
+    int32_t least = rows[first + 1].common;
+    for (int32_t i = first + 2; i < end; i++) least = rows[i].common < least ? rows[i].common : least;
+    const int64_t whole = static_cast<int64_t>(least) * (end - first - 1), before = *num_groups;
+    int64_t apart = 0;
+    for (int32_t from = first, i = first + 1; i <= end; i++) {
+        if (i < end && rows[i].common > least) continue;
+        apart += choose_groups(rows, from, i, groups, num_groups);
+        from = i;
+    }
+    if (whole < apart || whole == 0) return apart;
+    *num_groups = before;
+    groups[(*num_groups)++] = {first, end, least};
+    return whole;
+}
+
 #if defined(HFP_X86)
 inline uint64_t enabled_states() {
     uint32_t eax, edx;
@@ -300,6 +352,44 @@ HFP_EXPORT int hfp_attend(const hfp_layer* layer, const hfp_batch* batch, const 
 #else
 #define HFP_DISPATCH(NAME, ARGS) return NAME##_portable(ARGS);
 #endif
+
+// Finds the groups of a batch (see hfp_batch) and points it at `memory`, int32 [2 * num_seqs + 1], where they are kept.
+HFP_EXPORT int hfp_find_groups(hfp_batch* batch, int32_t* memory) {
+    batch->num_groups = 0;
+    batch->group_members = batch->group_starts = batch->group_blocks = nullptr;
+    const int32_t num_seqs = batch->num_seqs;
+    Sorted* rows = static_cast<Sorted*>(malloc(static_cast<size_t>(num_seqs + 1) * (sizeof(Sorted) + sizeof(Group))));
+    if (!rows) return HFP_NO_MEMORY;
+    Group* groups = reinterpret_cast<Group*>(rows + num_seqs + 1);
+    int32_t n = 0;
+    for (int32_t i = 0; i < num_seqs; i++) {
+        if (batch->cu_seqlens_q[i + 1] - batch->cu_seqlens_q[i] != 1) continue;
+        const int32_t full = (batch->seq_lens[i] - 1) / kLeastBlock;
+        const int32_t length = full < batch->table_width ? full : batch->table_width;
+        if (length > 0) rows[n++] = {batch->block_tables + i * batch->table_stride, i, length, 0};
+    }
+    std::sort(rows, rows + n, precedes);
+    int64_t num_groups = 0;
+    for (int32_t first = 0, i = 1; i <= n; i++) {
+        if (i < n) rows[i].common = common_blocks(rows[i - 1], rows[i]);
+        if (i < n && rows[i].common > 0) continue;
+        choose_groups(rows, first, i, groups, &num_groups);
+        first = i;
+    }
+    int32_t *blocks = memory, *starts = blocks + num_groups, *members = starts + num_groups + 1;
+    starts[0] = 0;
+    for (int64_t g = 0; g < num_groups; g++) {
+        blocks[g] = groups[g].blocks;
+        starts[g + 1] = starts[g];
+        for (int32_t i = groups[g].first; i < groups[g].end; i++) members[starts[g + 1]++] = rows[i].seq;
+    }
+    batch->group_blocks = blocks;
+    batch->group_starts = starts;
+    batch->group_members = members;
+    batch->num_groups = num_groups;
+    free(rows);
+    return HFP_OK;
+}
 
 // Layers of a decoder over the rows of x, in place; see decoder.inl.
 HFP_EXPORT int hfp_decode(const hfp_decode_args* args) { HFP_DISPATCH(hfp_decode, args) }

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define HFP_ABI_VERSION 6
+#define HFP_ABI_VERSION 7
 
 enum hfp_dtype { HFP_F32 = 0, HFP_BF16 = 1, HFP_F16 = 2 };
 
@@ -38,6 +38,8 @@ struct hfp_layer {
 };
 
 // Fields as in AttentionMetadata. Tables are row-major with table_stride entries a row.
+// Group g: sequences group_members[group_starts[g] .. group_starts[g + 1]), one query each, the tables of which begin
+// with the same group_blocks[g] blocks. A sequence is in one group at most. hfp_find_groups fills these fields.
 struct hfp_batch {
     const int32_t* cu_seqlens_q;
     const int32_t* seq_lens;
@@ -45,6 +47,10 @@ struct hfp_batch {
     int64_t table_stride;
     int32_t num_seqs;
     int32_t table_width;
+    const int32_t* group_members;
+    const int32_t* group_starts;
+    const int32_t* group_blocks;
+    int64_t num_groups;
 };
 
 // Fields as in AttentionParams; 0 means "not set" for window, chunk and softcap.

@@ -19,7 +19,7 @@ import torch
 from hf_paged.errors import ConfigError, InternalError
 from hf_paged.kernels.cpu.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 #: HF_PAGED_CPU_ISA takes one of these; without it the best the processor runs is used.
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
@@ -69,6 +69,10 @@ class BatchStruct(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         ("num_seqs", ctypes.c_int32),
         ("table_width", ctypes.c_int32),
+        ("group_members", ctypes.c_void_p),
+        ("group_starts", ctypes.c_void_p),
+        ("group_blocks", ctypes.c_void_p),
+        ("num_groups", ctypes.c_int64),
     ]
 
 
@@ -101,6 +105,7 @@ class Library:
         self.attend = bind(
             "hfp_attend", i32, pointer, pointer, pointer, pointer, pointer, i64, i64, i64, i32, i32, pointer, pointer
         )
+        self.find_groups = bind("hfp_find_groups", i32, pointer, pointer)
         self.decode = bind("hfp_decode", i32, pointer)
         self.project = bind("hfp_project", i32, pointer)
         self.write = bind("hfp_write", i32, pointer, pointer, pointer, pointer, i64, i64, i64, i64, i64, i32)
