@@ -1,6 +1,6 @@
 """Paged attention on CPU against torch's own attention, as ratios within one run.
 
-    python benchmarks/kernels.py [--quick] [--threads N]
+    python benchmarks/kernels.py [--quick] [--shared] [--threads N]
 
 Decode: the paged kernel reads K and V through shuffled block tables; the other side gathers them with index_select and
 calls scaled_dot_product_attention. Both rotate over enough layers that nothing is found in the last-level cache, and
@@ -10,6 +10,9 @@ Bandwidth is what the K and V of a call come to in bytes over its time, compared
 buffer, of huge pages where there are any, that this run could do.
 Prefill: the paged kernel against scaled_dot_product_attention on contiguous tensors, the faster of enable_gqa and
 repeated heads (the repetition itself is not counted).
+Shared (with --shared, and then nothing else): decode steps of sequences with SHARED tokens in common and 32 to 64 of
+their own, told which blocks they share against not told. Both read the same blocks of the same layers in turn, and must
+come to the same bits.
 
 Every result is also compared with the float32 reference. The exit status tells right from wrong, never fast from slow.
 """
@@ -29,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from hf_paged.attention.backends import cpu_native
 from hf_paged.attention.backends.cpu_native import CpuNativeBackend
 from hf_paged.attention.backends.torch_reference import TorchReferenceBackend
 from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
@@ -37,6 +41,7 @@ from hf_paged.kernels.cpu import native
 CPU = CpuNativeBackend()
 BLOCK = 16
 BATCH = 32
+SHARED = 512
 RUNS = 5
 #: a sample takes at least this long: clocks and schedulers are coarse
 MIN_SAMPLE_S = 0.03
@@ -226,6 +231,70 @@ def decode(shape: Shape, dtype: torch.dtype, context: int) -> DecodeResult:
     return DecodeResult(paged_s, gathered_s, bytes_per_layer / paged_s / 1e9, error)
 
 
+# -------------------------------------------------------------------------------------------------------- shared
+
+
+@dataclass(frozen=True)
+class SharedResult:
+    grouped_s: float
+    apart_s: float
+    same: bool
+    error: float
+
+
+def shared(shape: Shape, dtype: torch.dtype, batch: int, prefix: int) -> SharedResult:
+    spec = shape.spec(dtype)
+    own = [32 + 32 * i // max(1, batch - 1) for i in range(batch)]
+    own_blocks = 64 // BLOCK
+    prefix_blocks = prefix // BLOCK
+    num_blocks = prefix_blocks + batch * own_blocks
+    num_layers = max(2, -(-working_set() // (2 * num_blocks * BLOCK * spec.bytes_per_token)))
+    num_layers = min(num_layers, 100)
+    k, v = fake_kv(num_blocks * BLOCK, spec, 1), fake_kv(num_blocks * BLOCK, spec, 2)
+    layers: list[LayerKV] = []
+    for _ in range(num_layers):
+        layers.append(CPU.allocate(spec, 2 * num_blocks, BLOCK))
+        CPU.write(layers[-1], k, v, torch.arange(num_blocks * BLOCK))
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
+    own_part = order[prefix_blocks:].view(batch, own_blocks)
+    tables = torch.cat([order[:prefix_blocks].expand(batch, -1), own_part], dim=1)
+
+    def told(groups: bool) -> AttentionMetadata:
+        metadata = AttentionMetadata(
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32),
+            seq_lens=torch.tensor([prefix + n for n in own], dtype=torch.int32),
+            block_tables=tables.int(),
+            slot_mapping=torch.zeros(batch, dtype=torch.int64),
+            max_query_len=1,
+            max_seq_len=prefix + max(own),
+        )
+        cpu_native.GROUP_SEQUENCES = groups
+        cpu_native.batch_address(metadata)
+        cpu_native.GROUP_SEQUENCES = True
+        return metadata
+
+    grouped, apart = told(True), told(False)
+    params = AttentionParams(scaling=shape.head_dim**-0.5)
+    query = torch.randn(batch, shape.q_heads, shape.head_dim, generator=torch.Generator().manual_seed(4)).to(dtype)
+    turns = {"grouped": 0, "apart": 0}
+
+    def run(who: str, metadata: AttentionMetadata) -> torch.Tensor:
+        turns[who] += 1
+        return CPU.attend(query, layers[turns[who] % num_layers], metadata, params)
+
+    grouped_s, apart_s = medians(
+        (lambda: run("grouped", grouped), num_layers), (lambda: run("apart", apart), num_layers)
+    )
+    out = CPU.attend(query, layers[0], grouped, params)
+    same = torch.equal(out, CPU.attend(query, layers[0], apart, params))
+    k_pool, v_pool = (x.view(num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim) for x in (k, v))
+    error = 0.0
+    for i in (0, batch - 1):
+        want = reference(query[i : i + 1], k_pool, v_pool, tables[i], prefix + own[i], params.scaling)
+        error = max(error, (out[i : i + 1].float() - want).abs().max().item())
+    return SharedResult(grouped_s, apart_s, same, error)
+
+
 # ------------------------------------------------------------------------------------------------------- prefill
 
 
@@ -284,9 +353,41 @@ def short(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
 
 
+Judge = Callable[[str, float, torch.dtype], str]
+
+
+def print_shared(quick: bool, judge: Judge) -> None:
+    print(f"\ndecode over a shared prefix and 32-64 tokens of each one's own, one layer, median of {RUNS}")
+    print(
+        f"{'shape':<20} {'dtype':<5} {'prefix':>6} {'batch':>5} {'grouped ms':>11} {'apart ms':>9} {'ratio':>7}", end=""
+    )
+    print(f" {'max err':>8}")
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for prefix in [SHARED] if quick else [SHARED, 8 * SHARED]:
+                for batch in (2, 8, 32, 64):
+                    r = shared(shape, dtype, batch, prefix)
+                    gc.collect()
+                    # Other bits are wrong, however close.
+                    error = r.error if r.same else float("nan")
+                    error_text = judge(f"shared {shape.label} {short(dtype)} {prefix} x {batch}", error, dtype)
+                    print(
+                        f"{shape.label:<20} {short(dtype):<5} {prefix:>6} {batch:>5} {r.grouped_s * 1e3:>11.3f} "
+                        f"{r.apart_s * 1e3:>9.3f} {r.apart_s / r.grouped_s:>6.2f}x {error_text:>8}",
+                        flush=True,
+                    )
+
+
+def report(wrong: list[str]) -> int:
+    for line in wrong:
+        print(f"WRONG {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one context length and one prompt per shape and dtype")
+    parser.add_argument("--shared", action="store_true", help="decode steps over a shared prefix, and nothing else")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -309,6 +410,10 @@ def main() -> int:
         if not error <= MAX_ERROR[dtype]:
             wrong.append(f"{what}: error {error:.2g} against float32, allowed {MAX_ERROR[dtype]:.2g}")
         return f"{error:.1e}"
+
+    if args.shared:
+        print_shared(args.quick, judge)
+        return report(wrong)
 
     contexts = [1024] if args.quick else [256, 1024, 4096]
     print(f"\ndecode, batch {BATCH}, one layer, median of {RUNS}")
@@ -342,9 +447,7 @@ def main() -> int:
                     f"{p.sdpa_s * 1e3:>8.2f} {p.sdpa_s / p.paged_s:>6.2f}x {error_text:>8}",
                     flush=True,
                 )
-    for line in wrong:
-        print(f"WRONG {line}", file=sys.stderr)
-    return 1 if wrong else 0
+    return report(wrong)
 
 
 if __name__ == "__main__":
