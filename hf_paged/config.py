@@ -146,7 +146,9 @@ class CacheConfig:
     @property
     def geometry(self) -> tuple[Any, ...]:
         """What must be equal for two calls to share one pool."""
-        return (self.block_size, self.memory, self.num_blocks, self.prefix_memory, self.attention_backend)
+        return (
+            self.block_size, self.memory, self.num_blocks, self.prefix_memory, self.attention_backend, self.optimize,
+        )  # fmt: skip
 
 
 _PREEMPTION = ("auto", "recompute", "swap")
@@ -172,7 +174,10 @@ class EngineConfig:
         overlap: plan the next step and handle the last one's results while a step runs. The output is the same. None:
             where the model runs on an accelerator.
         optimize: on a CPU, run decoders of the usual build (Llama's, Qwen's and their like) by native code on packed
-            copies of their weights, which take as much memory once more. The model itself is not touched.
+            copies of their weights, which take as much memory once more. The model itself is not touched, and changed
+            weights are packed again when the engine next comes out of idleness or a pause. (Of models above 2 GiB
+            bytes are only sampled: say ``weights_changed()`` after writing into a part of one through ``.data``, and
+            after replacing a function that the model's code calls.)
         dtype: to load a model in, when it is named and not given; None for what its checkpoint holds.
         seed: from which requests without a seed draw theirs; None for fresh ones.
     """

@@ -170,7 +170,7 @@ class RadixTree:
 
     def keep_checkpoint(self, namespace: Namespace, tokens: array[int], checkpoint: Checkpoint) -> None:
         """Keep a checkpoint behind ``tokens``, which must be stored."""
-        matched, _, node = self.match(namespace, tokens)
+        matched, _, node = self.match(namespace, tokens, touch=False)
         if node is None or matched < len(tokens):
             raise InternalError(f"a checkpoint behind {len(tokens)} tokens, of which {matched} are stored")
         if node.end > matched:

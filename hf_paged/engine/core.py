@@ -6,6 +6,7 @@ Not thread-safe: whoever owns a core calls it from one thread. A failing request
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import time
@@ -33,6 +34,8 @@ from hf_paged.sampling.beams import BeamSearch
 from hf_paged.sampling.processors import Processor, processors_for
 from hf_paged.sampling.sampler import SamplerState
 from hf_paged.sampling_params import SamplingParams
+
+logger = logging.getLogger("hf_paged")
 
 #: the host tier's share when its user named no size
 _MAX_HOST_BYTES = 4 << 30
@@ -72,12 +75,13 @@ class EngineCore:
         host_blocks = self._host_blocks(bytes_per_block, on_cpu)
         if host_blocks:
             self.runner.host = HostTier(self.runner.pool, host_blocks)
+        checkpoints = self._max_checkpoints() if self.runner.recurrent else None
         self.manager = KVCacheManager(
             self.runner.num_blocks,
             cache.block_size,
-            prefix_caching=config.prefix_caching and self.runner.continues,
+            prefix_caching=config.prefix_caching and self.runner.continues and checkpoints != 0,
             host_blocks=host_blocks,
-            max_checkpoints=self._max_checkpoints() if self.runner.recurrent else None,
+            max_checkpoints=checkpoints,
         )
         speed = _BYTES_PER_SECOND["cpu" if on_cpu else "cuda"]
         self.cost = SwapCost(bytes_per_block // cache.block_size, speed)
@@ -137,7 +141,13 @@ class EngineCore:
         if memory is None:
             memory = max(_LEAST_CHECKPOINT_BYTES, self.runner.pool.num_blocks * self.runner.pool.bytes_per_block // 4)
         assert isinstance(memory, int)
-        return memory // max(1, self.runner.state_bytes)
+        count = memory // max(1, self.runner.state_bytes)
+        if not count:
+            logger.warning(
+                "checkpoint_memory of %d bytes does not hold one state of %d bytes: no prefix will be reused", memory,
+                self.runner.state_bytes,
+            )  # fmt: skip
+        return count
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -296,7 +306,7 @@ class EngineCore:
             return "its prompt was computed once, with the request's first completion"
         if not self.manager.prefix_caching:
             if self.runner.continues:
-                return "prefix_caching is off"
+                return "prefix_caching is off, or checkpoint_memory too small for a state"
             return "the model keeps state that is not in blocks, and computes a prompt only in one piece"
         if found == length - 1:
             return "all but the last token, which has to be computed to have logits"

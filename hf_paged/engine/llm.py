@@ -150,7 +150,8 @@ class LLM:
         processor, and goes on after :meth:`resume`; so does one that another thread makes meanwhile, and a line of the
         logger ``hf_paged`` says so. In the thread that paused, ``generate()``, ``stream()`` and ``chat()`` raise
         EnginePausedError instead of waiting for themselves; a stream that is open there ends by that. Pausing again is
-        no error. A processor or criterion of a request, being part of a step, cannot pause.
+        no error; of several threads that pause, each has to resume. A processor or criterion of a request, being part
+        of a step, cannot pause.
 
         Raises what the present step raises; the engine is not paused then.
         """
@@ -159,11 +160,14 @@ class LLM:
             self._turns.pause()
 
     def resume(self) -> None:
-        """Go on; any thread may say so, and without a pause it is no error. Requests that had begun are recomputed if
-        the weights changed meanwhile, and nothing that was computed with other weights is used again."""
+        """End this thread's pause, or in a thread that did not pause the latest one; without any it is no error.
+        Requests that had begun are recomputed if the weights changed meanwhile, and nothing that was computed with
+        other weights is used again."""
         with self._turns.between():
-            self.core.look_at_weights()
-            self._turns.resume()
+            try:
+                self.core.look_at_weights()
+            finally:
+                self._turns.resume()
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix."""

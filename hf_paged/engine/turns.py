@@ -15,6 +15,9 @@ from hf_paged.errors import EnginePausedError
 
 logger = logging.getLogger("hf_paged")
 
+#: how long a step waits before it looks whether it waits for nobody
+_LOOK_S = 1.0
+
 
 class Turns:
     """Turns for steps, turns between steps, and pauses, in which there are only the latter."""
@@ -23,11 +26,12 @@ class Turns:
         self._free = threading.Condition(threading.RLock())
         #: one for each thread that waits for a turn between two steps
         self._asking: list[None] = []
-        self._paused_by: threading.Thread | None = None
+        #: threads that paused and did not resume, each once
+        self._paused_by: list[threading.Thread] = []
 
     def check(self) -> None:
         """Raise EnginePausedError in the thread that paused the engine, which would wait for itself."""
-        if self._paused_by is threading.current_thread():
+        if threading.current_thread() in self._paused_by:
             raise EnginePausedError("the engine is paused, by this very thread: call resume() before it is to go on")
 
     @contextmanager
@@ -35,16 +39,26 @@ class Turns:
         """A turn for a step, once the engine is not paused. Raises as :meth:`check`."""
         with self._free:
             self.check()
-            if self._paused_by is not None:
-                logger.info("a call waits: the engine was paused by thread %r", self._paused_by.name)
-            self._free.wait_for(lambda: self._paused_by is None and not self._asking)
+            if self._paused_by:
+                logger.info("a call waits: the engine was paused by thread %r", self._paused_by[-1].name)
+            # now and then it looks by itself: for threads that ended in a pause, or were interrupted while they asked
+            while not self._free.wait_for(self._may_step, timeout=_LOOK_S):
+                self._forget_dead()
             yield
+
+    def _may_step(self) -> bool:
+        return not self._paused_by and not self._asking
+
+    def _forget_dead(self) -> None:
+        for thread in [thread for thread in self._paused_by if not thread.is_alive()]:
+            logger.warning("thread %r paused the engine and ended without resume(): it goes on", thread.name)
+            self._paused_by.remove(thread)
 
     @contextmanager
     def between(self) -> Iterator[None]:
         """A turn between two steps, paused or not."""
-        self._asking.append(None)
         try:
+            self._asking.append(None)
             self._free.acquire()
         finally:
             self._asking.pop()
@@ -55,9 +69,12 @@ class Turns:
             self._free.release()
 
     def pause(self) -> None:
-        """In a turn: no step after it before :meth:`resume`."""
-        self._paused_by = threading.current_thread()
+        """In a turn: no step after it before this thread, or another one for it, called :meth:`resume`."""
+        if threading.current_thread() not in self._paused_by:
+            self._paused_by.append(threading.current_thread())
 
     def resume(self) -> None:
-        """In a turn: steps may go on after it."""
-        self._paused_by = None
+        """In a turn: end this thread's pause; in a thread that did not pause, the latest one."""
+        if self._paused_by:
+            own = threading.current_thread() in self._paused_by
+            self._paused_by.remove(threading.current_thread() if own else self._paused_by[-1])

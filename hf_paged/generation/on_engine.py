@@ -98,7 +98,7 @@ def _rows(
         if not runner.packed:
             return "the model's own attention runs, to stock's last bit"
     namespace = prompt_namespace(call, runtime)
-    runner.follow_weights(namespace[:-1] if namespace is not None and call.config.optimize else None)
+    runner.follow_weights(None if namespace is None else namespace[:-1])
     shares = call.config.prefix_caching and not runner.recurrent
     step = int(generation_config.num_beams or 1)
     rows = Rows(
@@ -239,6 +239,7 @@ def _runner(call: Call) -> ModelRunner:
                     call.model,
                     block_size=shared.config.block_size,
                     attention_backend=shared.config.attention_backend,
+                    optimize=shared.config.optimize,
                     pool=shared.pool,
                     join=shared.join,
                 )

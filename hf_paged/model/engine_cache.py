@@ -10,7 +10,7 @@ The runner sets ``step`` before a forward; layers know nothing of requests.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +185,13 @@ class EngineCache(compat.DynamicCache):
                     f"layer {i} of this model keeps a {type(stock).__name__}, which the engine cannot page yet; "
                     "model.generate(cache_implementation='paged') serves such models"
                 )
+
+    def join(self, specs: Mapping[int, LayerSpec]) -> None:
+        """Give layers their storage now, whatever dtype their keys will come in."""
+        for layer_idx, spec in specs.items():
+            layer = self.layers[layer_idx]
+            layer.kv, layer.backend = self.storage(layer_idx, spec)
+            layer.is_initialized = True
 
     def mask_hook(self, kind: str, attention_mask: Any, query_length: int, plain: bool) -> bool:
         """Packed requests need no mask; what a model adds to the usual one cannot be packed."""

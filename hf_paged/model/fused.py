@@ -21,11 +21,13 @@ import torch
 from torch import nn
 
 from hf_paged.attention.backends import cpu_native
-from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV
+from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
 from hf_paged.kernels import cpu
 from hf_paged.kernels.cpu.decoder import Decoder, DecoderLayer, Norm, PackedLinear, pack, pack_gated
 
 _DTYPES = (torch.float32, torch.bfloat16)
+#: settings that change nothing before numbers are large
+_LIMITS = ("final_logit_softcapping", "clip_qkv")
 #: positions that rotary tables begin with
 _LEAST_POSITIONS = 256
 
@@ -66,9 +68,10 @@ class Parts:
             embed, layers, norm, rotary = base.embed_tokens, base.layers, base.norm, base.rotary_emb
         except AttributeError as error:
             raise UnusualBuildError("it is not made of embed_tokens, layers, norm and rotary_emb") from error
-        capped = getattr(view.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-        if capped is not None:  # which small logits would not show
-            raise UnusualBuildError("its logits are capped")
+        config = view.config.get_text_config(decoder=True)
+        for name in _LIMITS:
+            if getattr(config, name, None) is not None:
+                raise UnusualBuildError(f"it has a {name}, which small numbers would not show")
         return cls(embed, list(layers), norm, rotary, _linear(head))
 
     def watching(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -102,94 +105,86 @@ def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:
 
 
 class FusedDecoder:
-    """A model from token ids to logits.
+    """A model from token ids to logits. Packs the weights as they are now.
 
     Args:
         parts: with what a forward of the model's own has shown.
         params: what each layer's attention asked for in that forward.
-        doubled: whether the model's rotary tables are of half a rotation, both halves being alike (GPT-OSS).
+        spec: what each layer stores of a token.
+
+    Raises UnusualBuildError.
     """
 
-    def __init__(self, parts: Parts, params: Sequence[AttentionParams], doubled: bool = False) -> None:
-        self.parts, self._params = parts, list(params)
-        weight = parts.head.weight
-        if weight.dtype not in _DTYPES:
-            raise UnusualBuildError(f"its weights are {weight.dtype}")
-        self.dtype: torch.dtype = weight.dtype
+    def __init__(self, parts: Parts, params: Sequence[AttentionParams], spec: LayerSpec) -> None:
+        self.parts, self._params, self._spec = parts, list(params), spec
+        self.dtype: torch.dtype = parts.head.weight.dtype
         rotaries = [seen.rotary for seen in parts.seen]
         if any(r is None or r is not rotaries[0] for r in rotaries) or rotaries[0] is None:
             raise UnusualBuildError("its layers do not share one rotary embedding")
-        self._doubled = doubled
-        self.rotary_dim = int(rotaries[0][0].shape[-1]) * (2 if doubled else 1)
+        self.rotary_dim = int(rotaries[0][0].shape[-1])
+        #: whether the model's rotary tables are of half a rotation, both halves being alike (GPT-OSS)
+        self._doubled = False
         self.hidden = parts.embed.weight.shape[1]
         self._cos = self._sin = torch.empty(0, self.rotary_dim)
-        self.layers: list[DecoderLayer] = []
-        self._head: tuple[Norm | None, PackedLinear] | None = None
-        self._decoder: Decoder | None = None
-        self.pack()
-
-    @classmethod
-    def tried(
-        cls, parts: Parts, params: Sequence[AttentionParams], storage: Sequence[LayerKV], metadata: AttentionMetadata,
-        positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor,
-    ) -> FusedDecoder:  # fmt: skip
-        """One that computes what the model's own forward has shown, see :meth:`check`. Raises UnusualBuildError."""
-        reasons = []
-        for doubled in (False, True):
-            try:
-                made = cls(parts, params, doubled)
-                if made.rotary_dim > storage[0].spec.head_dim:
-                    break
-                made.bind(storage)
-                made.check(metadata, positions, ids, want)
-                return made
-            except UnusualBuildError as error:
-                reasons.append(str(error))
-        raise UnusualBuildError(reasons[0])
-
-    # -- making it ---------------------------------------------------------------------------------------------------
-
-    def pack(self) -> None:
-        """Pack the weights as they are now. Raises UnusualBuildError."""
-        self._decoder = None
-        self.layers = []  # the old copies go before the new ones come
-        self._head = None
         self.layers = [
             self._layer(layer, params) for layer, params in zip(self.parts.layers, self._params, strict=True)
         ]
-        head = self.parts.head
-        self._head = _norm(self.parts.norm, self.hidden), pack(head.weight, _bias(head))
-        self._cos = self._sin = torch.empty(0, self.rotary_dim)
+        self._heads = self.layers[0].o.k // spec.head_dim
+        self._norm = _norm(parts.norm, self.hidden)
+        self._head = pack(parts.head.weight, _bias(parts.head))
+        self._check_sizes()
+        self._decoder: Decoder | None = None
+
+    # -- making it ---------------------------------------------------------------------------------------------------
+
+    def _check_sizes(self) -> None:
+        """Raise UnusualBuildError unless every size and dtype is what the kernels will take it to be."""
+        spec, inner = self._spec, self._heads * self._spec.head_dim
+        attended = inner + 2 * spec.num_kv_heads * spec.head_dim
+        if spec.head_dim != spec.v_head_dim or spec.dtype != self.dtype or self.rotary_dim > spec.head_dim:
+            raise UnusualBuildError(f"what its layers store is {spec}, its rotation {self.rotary_dim} wide")
+        if self._heads * spec.head_dim != self.layers[0].o.k or self._heads % spec.num_kv_heads:
+            raise UnusualBuildError("its heads do not add up")
+        wanted = {"qkv": (attended, self.hidden), "o": (self.hidden, inner)}
+        for i, layer in enumerate(self.layers):
+            sizes = {name: (linear.n, linear.k) for name, linear in (("qkv", layer.qkv), ("o", layer.o))}
+            if layer.gate_up is not None and layer.down is not None:
+                gated = -(-layer.down.k // 16) * 32
+                wanted |= {"gate_up": (gated, self.hidden), "down": (self.hidden, layer.down.k)}
+                sizes |= {"gate_up": (layer.gate_up.n, layer.gate_up.k), "down": (layer.down.n, layer.down.k)}
+            for name, size in sizes.items():
+                if size != wanted[name]:
+                    raise UnusualBuildError(f"{name} of layer {i} is {size} where {wanted[name]} is usual")
+        if self._head.k != self.hidden:
+            raise UnusualBuildError(f"its head reads {self._head.k} numbers of {self.hidden}")
+        dtypes = {p.dtype for p in self._linears()}
+        if dtypes != {self.dtype}:
+            raise UnusualBuildError(f"its weights are {', '.join(sorted(map(str, dtypes)))}")
+
+    def _linears(self) -> list[PackedLinear]:
+        return [p for x in self.layers for p in (x.qkv, x.o, x.gate_up, x.down) if p is not None] + [self._head]
 
     @property
     def nbytes(self) -> int:
         """Bytes of packed copies."""
-        packed = [p for x in self.layers for p in (x.qkv, x.o, x.gate_up, x.down) if p is not None]
-        return sum(p.nbytes for p in packed) + (0 if self._head is None else self._head[1].nbytes)
+        return sum(p.nbytes for p in self._linears())
 
     def bind(self, storage: Sequence[LayerKV]) -> None:
         """Read and write blocks of these layers from now on. Raises UnusualBuildError."""
         bound = []
         for layer, params, kv in zip(self.layers, self._params, storage, strict=True):
-            if kv.backend != cpu_native.CpuNativeBackend.name or kv.spec.dtype != self.dtype:
-                raise UnusualBuildError(f"its blocks are {kv.spec.dtype} of the backend {kv.backend!r}")
+            if kv.backend != cpu_native.CpuNativeBackend.name or kv.spec != self._spec:
+                raise UnusualBuildError(f"its blocks are of the backend {kv.backend!r} and hold {kv.spec}")
             addresses = cpu_native.addresses(kv, params)
             bound.append(dataclasses.replace(layer, kv=addresses[0], params=addresses[1], keep=kv))
-        spec = storage[0].spec
         self._decoder = Decoder(
-            bound, hidden=self.hidden, heads=self._heads(), kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-            rotary_dim=self.rotary_dim, dtype=self.dtype,
+            bound, hidden=self.hidden, heads=self._heads, kv_heads=self._spec.num_kv_heads,
+            head_dim=self._spec.head_dim, rotary_dim=self.rotary_dim, dtype=self.dtype,
         )  # fmt: skip
-
-    def _heads(self) -> int:
-        return self.layers[0].o.k // self._head_dim(self.parts.layers[0])
-
-    def _head_dim(self, layer: nn.Module) -> int:
-        return int(_attention(layer).head_dim)
 
     def _layer(self, layer: nn.Module, params: AttentionParams) -> DecoderLayer:
         attention = _attention(layer)
-        dim = self._head_dim(layer)
+        dim = self._spec.head_dim
         o = _linear(getattr(attention, "o_proj", None))
         if params.alibi_slopes is not None:
             raise UnusualBuildError("its attention has slopes")  # the kernels could; no such model is of this build
@@ -197,7 +192,7 @@ class FusedDecoder:
             raise UnusualBuildError(f"its heads have {o.weight.shape[1]} dimensions together, not a multiple of 32")
         whole = False
         q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        if q_norm is not None and q_norm.weight.shape[0] != dim:
+        if q_norm is not None and getattr(q_norm, "weight", o.weight).shape[0] != dim:
             whole = True
         sizes = (o.weight.shape[1], _kv_width(attention, o.weight.shape[1])) if whole else (dim, dim)
         extra = {name for name, _ in attention.named_children()} - {
@@ -236,29 +231,56 @@ class FusedDecoder:
         self, metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor
     ) -> None:
         """Raise UnusualBuildError unless each layer and the whole compute what the model's own forward has shown.
-        ``want`` are its logits for all of ``ids``; blocks are written again."""
+        ``want`` are its logits for all of ``ids``; blocks are written again. What was shown is forgotten after it."""
+        shown, self.parts.seen = self.parts.seen, []
+        reason = self._difference(shown, metadata, positions, ids, want)
+        if reason is not None and 2 * self.rotary_dim <= self._spec.head_dim:
+            self._doubled, self.rotary_dim = True, 2 * self.rotary_dim
+            self.bind([layer.keep for layer in self._bound_layers])
+            if self._difference(shown, metadata, positions, ids, want) is None:
+                return
+        if reason is not None:
+            raise UnusualBuildError(reason)
+
+    @property
+    def _bound_layers(self) -> list[DecoderLayer]:
         assert self._decoder is not None
+        return self._decoder.layers
+
+    def _difference(
+        self, shown: Sequence[Seen], metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor,
+        want: torch.Tensor,
+    ) -> str | None:  # fmt: skip
+        """Where it computes something else than was shown."""
         exact = self.dtype == torch.float32
-        for i, seen in enumerate(self.parts.seen):
+        rotary = self._tables(positions)  # not by way of tables up to the largest position
+        for i, seen in enumerate(shown):
             assert seen.hidden is not None
             assert seen.output is not None
             x = seen.hidden.clone()
-            self._run(x, metadata, positions, i, i + 1)
+            self._run(x, metadata, rotary, i, i + 1)
             change, size = (seen.output - seen.hidden).abs().max(), seen.hidden.abs().max()
             allowed = 1e-4 * change if exact else 0.05 * change + 2**-6 * size
-            worst = (x - seen.output).abs().max()
+            worst = self._worst(x, seen.output, i)
             if not worst <= allowed:
-                raise UnusualBuildError(
-                    f"layer {i} computes something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
-                )
-        if not torch.equal(self._embedded(ids), torch.as_tensor(self.parts.seen[0].hidden)):
-            raise UnusualBuildError("its embeddings are changed on their way to the first layer")
-        got = self(ids, positions, metadata, torch.arange(len(ids)))
-        worst, allowed = (got - want).abs().max(), (1e-4 if exact else 0.1) * want.abs().max()
+                return f"layer {i} computes something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
+        x = self._embedded(ids)
+        if not torch.equal(x, torch.as_tensor(shown[0].hidden)):
+            return "its embeddings are changed on their way to the first layer"
+        self._run(x, metadata, rotary, 0, len(self.layers))
+        got = self._logits(x)
+        worst, allowed = self._worst(got, want), (1e-4 if exact else 0.1) * want.abs().max()
         if not worst <= allowed:
-            raise UnusualBuildError(
-                f"its logits are something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
-            )
+            return f"its logits are something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
+        return None
+
+    def _worst(self, got: torch.Tensor, want: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+        """The largest difference of any token; of the middle one where experts are chosen by numbers that are rounded,
+        so that single tokens may have others."""
+        differences = (got - want).abs().amax(-1)
+        asked = self.layers if layer is None else [self.layers[layer]]
+        chosen = self.dtype != torch.float32 and any(one.gate_up is None for one in asked)
+        return differences.median() if chosen else differences.max()
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -269,25 +291,27 @@ class FusedDecoder:
 
         ``ids`` and ``positions`` are int64 ``[tokens]``, as ``metadata`` packs them.
         """
-        assert self._decoder is not None
-        assert self._head is not None
         x = self._embedded(ids)
-        self._run(x, metadata, positions, 0, len(self.layers))
+        self._run(x, metadata, self._rotary(positions, metadata.max_seq_len), 0, len(self.layers))
         if not len(wanted):
-            return x.new_empty(0, self._head[1].n)
-        rows = x if len(wanted) == len(x) else x.index_select(0, wanted)
-        return self._decoder.project(*self._head, rows)
+            return x.new_empty(0, self._head.n)
+        return self._logits(x if len(wanted) == len(x) else x.index_select(0, wanted))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._decoder is not None
+        return self._decoder.project(self._norm, self._head, x)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self.parts.embed(ids)
         return rows.clone() if rows.dtype == torch.float32 else rows.float()
 
     def _run(
-        self, x: torch.Tensor, metadata: AttentionMetadata, positions: torch.Tensor, first: int, last: int
-    ) -> None:
+        self, x: torch.Tensor, metadata: AttentionMetadata, rotary: tuple[torch.Tensor, torch.Tensor], first: int,
+        last: int,
+    ) -> None:  # fmt: skip
         decoder = self._decoder
         assert decoder is not None
-        cos, sin = self._rotary(positions, metadata.max_seq_len)
+        cos, sin = rotary
         batch, slots = cpu_native.batch_address(metadata), metadata.slot_mapping
         while first < last:  # up to a layer whose MLP is the model's own
             end = next((i + 1 for i in range(first, last) if self.layers[i].gate_up is None), last)
@@ -305,19 +329,31 @@ class FusedDecoder:
             first = end
 
     def _rotary(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 ``[tokens, rotary_dim]``, from tables of the model's own."""
+        """Cosines and sines, float32 ``[tokens, rotary_dim]``, of positions below ``longest``."""
         if longest > len(self._cos):
             length = max(_LEAST_POSITIONS, 1 << (longest - 1).bit_length())
-            cos, sin = self.parts.rotary(torch.empty(1, 1, 1), position_ids=torch.arange(length)[None])
-            tables = [t[0].float() for t in (cos, sin)]
-            self._cos, self._sin = (torch.cat([t, t], -1) if self._doubled else t.contiguous() for t in tables)
+            self._cos, self._sin = self._tables(torch.arange(length))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same from the model's own module."""
+        found = _asked(self.parts.rotary, torch.empty(1, 1, 1), position_ids=positions[None])
+        cos, sin = (torch.cat([t[0], t[0]], -1) if self._doubled else t[0] for t in found)
+        return cos.float().contiguous(), sin.float().contiguous()
+
+
+def _asked(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a module of the model's makes of ``args``. Raises UnusualBuildError where it does not know them."""
+    try:
+        return module(*args, **kwargs)
+    except Exception as error:  # it may be anybody's code
+        raise UnusualBuildError(f"its {type(module).__name__} is called in another way ({error!r})") from error
 
 
 def _attention(layer: nn.Module) -> Any:
     attention = getattr(layer, "self_attn", None)
-    if attention is None or not hasattr(attention, "head_dim"):
-        raise UnusualBuildError("a layer has no self_attn with a head_dim")
+    if attention is None:
+        raise UnusualBuildError("a layer has no self_attn")
     return attention
 
 
@@ -404,7 +440,7 @@ def _norm(module: Any, size: int) -> Norm | None:
         raise UnusualBuildError(f"a norm is a {type(module).__name__} of another size")
     probe = torch.linspace(-1, 1, size) * torch.tensor([[1.0], [1e-3]])
     plain = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + float(eps))
-    got = module(probe.to(weight.dtype) if weight.dtype != torch.float32 else probe).detach().float()
+    got = _asked(module, probe.to(weight.dtype)).detach().float()
     for factor in (weight.detach().float(), 1 + weight.detach().float()):  # Gemma stores what is added to one
         allowed = 1e-5 if weight.dtype == torch.float32 else 2e-2
         if bool(((got - plain * factor).abs() <= allowed * (plain * factor).abs().max()).all()):

@@ -62,6 +62,8 @@ def _stack(values: Sequence[Any]) -> Any:
         return torch.cat(list(values), dim=0)
     if isinstance(first, dict):
         return {key: _stack([value[key] for value in values]) for key in first}
+    if type(first) in (list, tuple):
+        return type(first)(map(_stack, zip(*values, strict=True)))
     return first
 
 
@@ -73,7 +75,9 @@ def _with_tensors(layer: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
             return change(value)
         if isinstance(value, dict):
             return {key: changed(inner) for key, inner in value.items()}
-        return copy.copy(value) if isinstance(value, list) else value
+        if type(value) in (list, tuple):
+            return type(value)(map(changed, value))
+        return value
 
     found = copy.copy(layer)
     for name, value in vars(layer).items():

@@ -164,3 +164,20 @@ def test_a_long_prompt_is_computed_in_pieces_beside_others() -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [alone(model, short), alone(model, long)]
     assert llm.stats()["steps"] >= 90 // 16
     check_clean(llm)
+
+
+@pytest.mark.parametrize("name", zoo.RECURRENT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whether_a_model_goes_on_from_a_state_is_told_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        llm = LLM(zoo.fresh(name).to(dtype), block_size=4, num_blocks=40)
+        assert llm.core.runner.continues == (name != "jamba")
+
+
+def test_memory_that_holds_no_state_keeps_nothing() -> None:
+    llm = make("lfm2", checkpoint_memory=64)
+    assert not llm.core.manager.prefix_caching
+    first = generate(llm, HEAD)
+    assert generate(llm, HEAD).outputs[0].token_ids == first.outputs[0].token_ids == alone(zoo.build("lfm2"), HEAD)
+    assert "checkpoint_memory" in llm.explain(first.request_id)[0].why_not_more

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU k
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 FUSED = ["llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "gpt_oss", "phi3", "granite", "olmo2"]
 LEFT_ALONE = {
-    "gpt2": "not made of", "gemma2": "capped", "gemma3": "one rotary embedding", "opt": "not made of",
+    "gpt2": "not made of", "gemma2": "final_logit_softcapping", "gemma3": "one rotary embedding", "opt": "not made of",
 }  # fmt: skip
 
 
@@ -186,3 +186,94 @@ def test_positions_far_beyond_the_first_tables() -> None:
     got = llm.generate([prompt, prompt[:3]], params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in got] == [alone(model, p, max_new_tokens=24) for p in (prompt, prompt[:3])]
     assert is_fused(llm)
+
+
+def assigned(model: Any) -> None:
+    """Other weights, by assignment, among them what the first forward of an engine showed (sinks)."""
+    torch.manual_seed(5)
+    state = {
+        name: torch.randn_like(p) * 0.3 if "sinks" in name else p.clone() for name, p in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gpt_oss", assigned),
+        ("llama", lambda model: model.to(torch.bfloat16)),
+        (
+            "granite",
+            lambda model: setattr(model, "logits_scaling", 8.0) or setattr(model.config, "logits_scaling", 8.0),
+        ),
+        ("llama", lambda model: setattr(model.model.layers[0].post_attention_layernorm, "variance_epsilon", 0.5)),
+    ],
+    ids=["assigned", "other dtype", "other scale", "other epsilon"],
+)
+def test_whatever_changes_is_tried_out_again(name: str, change: Any) -> None:
+    model = zoo.fresh(name)
+    llm = make(model)
+    generate(llm, prompts()[:2])
+    assert is_fused(llm)
+    change(model)
+    plain = make(model, optimize=False)
+    step = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    ours, theirs = (x.generate(prompts()[:3], step, use_tqdm=False) for x in (llm, plain))
+    for a, b in zip(ours, theirs, strict=True):
+        for found, want in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
+            assert next(iter(found.values())).logprob == pytest.approx(next(iter(want.values())).logprob, abs=0.05)
+
+
+def test_layers_of_other_sizes_are_refused_before_anything_runs() -> None:
+    model = zoo.fresh("llama")
+    attention = model.model.layers[1].self_attn
+    width = model.config.num_attention_heads * attention.head_dim
+    for name in ("k_proj", "v_proj"):  # as many heads of keys as of queries, in this layer only
+        setattr(attention, name, torch.nn.Linear(model.config.hidden_size, width, bias=False))
+    attention.num_key_value_groups = 1
+    llm = make(model)
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert not is_fused(llm)
+
+
+def test_what_happens_only_at_far_positions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.fresh("llama")
+    attention = type(model.model.layers[0].self_attn)
+    stock = attention.forward
+
+    def louder(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        factor = 1 + torch.log1p((kwargs["position_ids"] // 64).float())[..., None]
+        return stock(self, hidden_states * factor, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", louder)
+    llm = make(model)
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert not is_fused(llm)
+
+
+def test_an_interrupt_while_weights_are_packed_leaves_the_engine_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.fresh("llama")
+    llm = make(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_paged.model.fused.pack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, prompts()[:2])
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert is_fused(llm)
+
+
+def test_memory_is_set_aside_only_for_weights_that_will_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {name: sum(p.nbytes for p in zoo.build(name).parameters()) for name in ("gpt2", "llama")}
+    monkeypatch.setattr("hf_paged.cache.pool.free_memory", lambda device: 1 << 20)
+    for name in ("gpt2", "llama"):
+        plain, packed = (
+            make(zoo.build(name), num_blocks=None, memory="50%", optimize=on).core.runner.pool for on in (False, True)
+        )
+        lost = (plain.num_blocks - packed.num_blocks) * plain.bytes_per_block
+        assert lost == pytest.approx(0 if name == "gpt2" else weights[name] / 2, abs=plain.bytes_per_block)

@@ -238,3 +238,27 @@ def test_a_fault_in_the_step_that_a_pause_waits_for_is_raised_there(monkeypatch:
     assert last.finished and isinstance(last.error, ZeroDivisionError)
     assert llm.generate(prompt, greedy(5))[0].outputs[0].token_ids == alone(model, prompt, max_new_tokens=5)
     check_clean(llm)
+
+
+def test_of_two_threads_that_pause_each_has_to_resume() -> None:
+    llm = LLM(zoo.build("llama"), **OPTIONS)
+    llm.pause()
+    Call(llm.pause).result()  # by a thread that ends without resuming
+    other = threading.Event()
+    paused = Call(lambda: (llm.pause(), other.wait(PATIENCE), llm.resume()))
+    wait_until(lambda: len(llm._turns._paused_by) == 3)
+    call = Call(lambda: llm.generate([prompts()[0]], greedy(4), use_tqdm=False))
+    llm.resume()
+    time.sleep(0.3)
+    assert call.is_alive(), "one of them has not resumed"
+    other.set()
+    paused.result()
+    assert call.result()[0].outputs[0].finish_reason == "length"
+
+
+def test_a_pause_ends_with_its_thread(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(zoo.build("llama"), **OPTIONS)
+    Call(llm.pause).result()
+    with caplog.at_level(logging.WARNING, "hf_paged"):
+        assert Call(lambda: llm.generate([prompts()[0]], greedy(4), use_tqdm=False)).result()
+    assert any("ended without resume" in r.message for r in caplog.records)

@@ -20,7 +20,7 @@ ISAS = [
     )
     for isa in native.ISA_LEVELS
 ]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-4}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 def decoder(hidden: int, dtype: torch.dtype) -> Decoder:
@@ -48,7 +48,8 @@ def test_a_product_with_packed_weights(
         got = made.project(norm, linear, x.contiguous())
         assert got.shape == (rows, n) and got.dtype == torch.float32
         error = (got - want).abs().max() / want.abs().max()
-        assert error < (TOLERANCE[dtype] if dtype == torch.float32 else 2e-2), f"{rows} rows"
+        # in bfloat16 a norm that falls between two numbers may be rounded to the other one
+        assert error < TOLERANCE[dtype], f"{rows} rows"
         results.append(got)
     for got in results:  # a row gets the same bits in any company
         assert torch.equal(got, results[-1][: len(got)])

@@ -100,6 +100,10 @@ class PackedLinear:
     k: int
 
     @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.packed.dtype == torch.int32 else self.packed.dtype
+
+    @property
     def nbytes(self) -> int:
         return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
@@ -186,7 +190,7 @@ class Decoder:
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self._lib = native.library()
-        self._keep = list(layers)
+        self.layers = list(layers)
         self.hidden, self.dtype = hidden, dtype
         structs = (DecoderLayerStruct * len(layers))(*map(_layer_struct, layers))
         self._layers = structs

@@ -192,7 +192,7 @@ HFP_INLINE void product(const hfp_linear* linear, const char* a, int64_t lda, in
     int by_rows = 1;
     while (num_threads / by_rows * 4 > panels && rows / (by_rows * 2) >= 2 * kPanel) by_rows *= 2;
     parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int threads) {
-        const int groups = by_rows < threads ? by_rows : 1, each = threads / groups;
+        const int groups = by_rows < threads ? by_rows : threads, each = threads / groups;
         if (t >= each * groups) return;  // an odd one out
         int64_t first, last, top, bottom;
         share(panels, t % each, each, &first, &last);
