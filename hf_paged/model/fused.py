@@ -267,19 +267,18 @@ class FusedDecoder:
         x = self._embedded(ids)
         if not torch.equal(x, torch.as_tensor(shown[0].hidden)):
             return "its embeddings are changed on their way to the first layer"
-        self._run(x, metadata, rotary, 0, len(self.layers))
-        got = self._logits(x)
-        worst, allowed = self._worst(got, want), (1e-4 if exact else 0.1) * want.abs().max()
+        # from what the model's own last layer gave: at odd positions rounding grows from layer to layer
+        got = self._logits(torch.as_tensor(shown[-1].output))
+        worst, allowed = self._worst(got, want), (1e-4 if exact else 0.02) * want.abs().max()
         if not worst <= allowed:
             return f"its logits are something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
         return None
 
     def _worst(self, got: torch.Tensor, want: torch.Tensor, layer: int | None = None) -> torch.Tensor:
-        """The largest difference of any token; of the middle one where experts are chosen by numbers that are rounded,
-        so that single tokens may have others."""
+        """The largest difference of any token; of the middle one where a layer chooses experts by numbers that are
+        rounded, so that single tokens may have others."""
         differences = (got - want).abs().amax(-1)
-        asked = self.layers if layer is None else [self.layers[layer]]
-        chosen = self.dtype != torch.float32 and any(one.gate_up is None for one in asked)
+        chosen = self.dtype != torch.float32 and layer is not None and self.layers[layer].gate_up is None
         return differences.median() if chosen else differences.max()
 
     # -- running it --------------------------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ class ModelRunner:
     """Runs steps of a causal language model over one KV pool.
 
     Args:
-        model: a loaded causal LM; it stays its user's. Its weights are read at every step, but for those that are packed:
-            see follow_weights.
+        model: a loaded causal LM; it stays its user's. Its weights are read at every step, but for those that are
+            packed: see follow_weights.
         block_size, memory, num_blocks, attention_backend: as in CacheConfig.
         optimize: run decoders of the usual build by the native decoder, on packed copies of their weights.
         pool, join: a pool that others use too, and how a layer gets its storage there; without them it has its own.

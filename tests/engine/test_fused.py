@@ -277,3 +277,17 @@ def test_memory_is_set_aside_only_for_weights_that_will_be_packed(monkeypatch: p
         )
         lost = (plain.num_blocks - packed.num_blocks) * plain.bytes_per_block
         assert lost == pytest.approx(0 if name == "gpt2" else weights[name] / 2, abs=plain.bytes_per_block)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_real_model_is_of_the_usual_build(dtype: torch.dtype, smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    model = copy.deepcopy(model).to(dtype)
+    llm = LLM(model, num_blocks=64)
+    assert is_fused(llm)
+    prompt = tokenizer("The capital of France is")["input_ids"]
+    text = tokenizer.decode(generate(llm, [prompt])[0])
+    assert "Paris" in text
+    if dtype == torch.float32:
+        assert text == tokenizer.decode(alone(model, prompt))
