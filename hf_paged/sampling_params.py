@@ -98,7 +98,7 @@ class SamplingParams:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    max_tokens: Any = 16  # an int, or None; always an int once the engine's front has taken the request
+    max_tokens: int | None = 16  # never None once the engine's front has taken the request
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0

@@ -184,6 +184,7 @@ class EngineCore:
             request = self._request(f"{name}-{i}", prompt, params, priority, salt)
             request.scores_prompt = i == 0 and _scores_prompt(params)
             requests.append(request)
+        assert params.max_tokens is not None
         longest = len(prompt) + params.max_tokens
         if self.scheduler.max_model_len is not None:
             longest = min(longest, self.scheduler.max_model_len)
@@ -214,6 +215,7 @@ class EngineCore:
                 "model's tokenizer?"
             )
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        assert params.max_tokens is not None
         return Request(
             request_id,
             array("q", prompt),

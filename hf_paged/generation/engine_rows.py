@@ -26,7 +26,6 @@ from hf_paged.engine.scheduler import Scheduler
 from hf_paged.engine.stepper import Event, Stepper
 from hf_paged.errors import InternalError
 from hf_paged.generation.prompts import Call
-from hf_paged.model.recurrent import State
 from hf_paged.model.runner import ModelRunner
 from hf_paged.sampling.beams import BeamSearch
 from hf_paged.sampling.processors import Processor
@@ -106,21 +105,12 @@ def _of_prompt(allowed: Any, index: int) -> Any:
     return lambda _, input_ids: allowed(index, input_ids)
 
 
-class _OwnStates(ModelRunner):
-    """A runner that other calls use, too, in everything but the states of recurrent layers: these are known by request,
-    and every call has requests and an idea of its own of which of them have a state."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        vars(self).update(vars(runner))
-        self._states: dict[str, State] = {}
-
-
 def run(rows: Rows) -> list[list[list[int]]]:
     """The tokens generated for each row: the best hypotheses of a beam search, else one sequence.
 
     Raises the error of the first row that fails.
     """
-    call, runner = rows.call, _OwnStates(rows.runner) if rows.runner.recurrent else rows.runner
+    call, runner = rows.call, rows.runner.with_own_states()
     assert call.cache is not None
     kv, manager = call.kv, call.cache.state.shared.manager
     assert kv is not None

@@ -4,10 +4,10 @@ A layer of the usual build is: norm, one or three projections to queries, keys a
 rotary positions in halves, attention on blocks, a projection back, the sum, norm, a gated MLP (or whatever the model
 has in its place, which then runs as it is), the sum; with norms behind attention and MLP where the model has them. What
 modules are called is only how parts are found: each layer is then run beside the model's own on what the model itself
-fed it, and the whole beside the model's logits, and where they differ the model runs as ever.
+fed it, and so is the head, and where they differ the model runs as ever.
 
-Weights are packed once more for the kernels (the model's own stay as they are); whoever owns a FusedDecoder packs again
-when they change. The residual stream is fp32 whatever the model's dtype.
+Weights are packed once more for the kernels (the model's own stay as they are); whoever owns a FusedDecoder makes
+another one when they change. The residual stream is fp32 whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Seen:
     hidden: torch.Tensor | None = None
     output: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    params: AttentionParams | None = None
 
 
 @dataclass
@@ -93,11 +92,13 @@ def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.get("hidden_states")
+        fed = None if hidden is None else hidden[0].detach().float().clone()
         output = forward(*args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output
-        seen.hidden, seen.output = (
-            None if x is None else x[0].detach().float().clone() for x in (hidden, first)
-        )  # fmt: skip
+        if hidden is None:
+            raise UnusualBuildError("its layers are not fed hidden_states")
+        # the layer may change in place what it was fed, so that had better been noted before it ran
+        seen.hidden, seen.output = fed, first[0].detach().float()
         seen.rotary = kwargs.get("position_embeddings")
         return output
 
@@ -155,6 +156,8 @@ class FusedDecoder:
             for name, size in sizes.items():
                 if size != wanted[name]:
                     raise UnusualBuildError(f"{name} of layer {i} is {size} where {wanted[name]} is usual")
+            if layer.sinks is not None and layer.sinks.shape != (self._heads,):
+                raise UnusualBuildError(f"layer {i} has sinks of shape {list(layer.sinks.shape)}")
         if self._head.k != self.hidden:
             raise UnusualBuildError(f"its head reads {self._head.k} numbers of {self.hidden}")
         dtypes = {p.dtype for p in self._linears()}
@@ -230,22 +233,19 @@ class FusedDecoder:
     def check(
         self, metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor
     ) -> None:
-        """Raise UnusualBuildError unless each layer and the whole compute what the model's own forward has shown.
+        """Raise UnusualBuildError unless each layer and the head compute what the model's own forward has shown.
         ``want`` are its logits for all of ``ids``; blocks are written again. What was shown is forgotten after it."""
         shown, self.parts.seen = self.parts.seen, []
         reason = self._difference(shown, metadata, positions, ids, want)
-        if reason is not None and 2 * self.rotary_dim <= self._spec.head_dim:
+        if reason is None:
+            return
+        if 2 * self.rotary_dim <= self._spec.head_dim:
+            assert self._decoder is not None
             self._doubled, self.rotary_dim = True, 2 * self.rotary_dim
-            self.bind([layer.keep for layer in self._bound_layers])
+            self.bind([layer.keep for layer in self._decoder.layers])
             if self._difference(shown, metadata, positions, ids, want) is None:
                 return
-        if reason is not None:
-            raise UnusualBuildError(reason)
-
-    @property
-    def _bound_layers(self) -> list[DecoderLayer]:
-        assert self._decoder is not None
-        return self._decoder.layers
+        raise UnusualBuildError(reason)
 
     def _difference(
         self, shown: Sequence[Seen], metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor,
@@ -301,7 +301,7 @@ class FusedDecoder:
         return self._decoder.project(self._norm, self._head, x)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.parts.embed(ids)
+        rows: torch.Tensor = self.parts.embed(ids)  # somebody's own module may keep what it returns
         return rows.clone() if rows.dtype == torch.float32 else rows.float()
 
     def _run(
@@ -415,7 +415,7 @@ def _activation(function: Any) -> str | None:
     """The kernels' name of an activation, told by what it computes."""
     if function is None:
         return None
-    x = torch.linspace(-6, 6, 97)
+    x = torch.linspace(-40, 40, 641)  # far enough for those that are cut off somewhere
     known = {
         "silu": nn.functional.silu(x),
         "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),

@@ -6,6 +6,7 @@ steps: all it needs is in the SchedulerOutput. The engine's core calls it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -229,6 +230,12 @@ class ModelRunner:
         static = static_rope_length(self.view)
         named = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(static or named or 4096)
+
+    def with_own_states(self) -> ModelRunner:
+        """The same runner for somebody who has requests, and an idea of which of them have a state, of his own."""
+        twin = copy.copy(self)
+        twin._states = {}
+        return twin
 
     def prepare(
         self,

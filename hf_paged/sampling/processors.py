@@ -44,6 +44,7 @@ def processors_for(
             f"exponential_decay_length_penalty={decay!r} raises the scores of end tokens, and this request has none: "
             "give stop_token_ids, or leave it out"
         )
+    assert params.max_tokens is not None
     config = compat.GenerationConfig(
         do_sample=not params.greedy,
         num_beams=1,

@@ -11,6 +11,7 @@ import torch
 
 from hf_paged import LLM, SamplingParams
 from hf_paged.kernels import cpu
+from hf_paged.model.fused import _activation
 from tests import zoo
 from tests.engine.fake import AdmitAll
 from tests.engine.test_llm_parity import alone, check_clean, prompts, wanted
@@ -177,6 +178,14 @@ def test_parts_with_usual_names_that_compute_something_else_are_noticed(
     llm = make(model)
     assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
     assert not is_fused(llm)
+
+
+def test_an_activation_that_is_cut_off_far_out_is_not_taken_for_one_that_is_not() -> None:
+    from transformers.activations import ACT2FN
+
+    same = {"silu": "silu", "relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    wanted = {**same, "relu6": None, "gelu_10": None}
+    assert {name: _activation(ACT2FN[name]) for name in wanted} == wanted
 
 
 def test_positions_far_beyond_the_first_tables() -> None:

@@ -161,6 +161,7 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
         _tile_stored(3, tile + 16 * kPanel + 16, kPanel * 4);
     }
 }
+
 // Copies rows of `a` so that every tile is 1 KiB in one piece. Strided rows share few sets of the cache.
 HFP_INLINE void to_tiles(const char* a, int64_t lda, int64_t rows, int64_t k, char* out, int num_threads) {
     const int64_t across = round_up(k, 32) / 32;
@@ -212,12 +213,12 @@ HFP_INLINE void product(const hfp_linear* linear, const char* a, int64_t lda, in
 #if HFP_USE_AMX
             for (; BF16 && at < bottom; at += kPanel) {
                 const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
-                if (tiled && at > top) {
-                    multiply_tiles<false>(here > 16, panel, k, tiled + at / 16 * across * 1024, 64, 1024, across * 1024, tile);
-                } else if (tiled) {
-                    multiply_tiles<true>(here > 16, panel, k, tiled + at / 16 * across * 1024, 64, 1024, across * 1024, tile);
+                const char* from = tiled ? tiled + at / 16 * across * 1024 : a + at * lda * 2;
+                const int64_t stride = tiled ? 64 : lda * 2, next = tiled ? 1024 : 64, below = tiled ? across * 1024 : 32 * lda;
+                if (at == top) {  // later rows find the panel in the cache
+                    multiply_tiles<true>(here > 16, panel, k, from, stride, next, below, tile);
                 } else {
-                    multiply_tiles<true>(here > 16, panel, k, a + at * lda * 2, lda * 2, 64, 32 * lda, tile);
+                    multiply_tiles<false>(here > 16, panel, k, from, stride, next, below, tile);
                 }
                 finish(at, here, p, tile);
             }
