@@ -146,9 +146,7 @@ class CacheConfig:
     @property
     def geometry(self) -> tuple[Any, ...]:
         """What must be equal for two calls to share one pool."""
-        return (
-            self.block_size, self.memory, self.num_blocks, self.prefix_memory, self.attention_backend, self.optimize,
-        )  # fmt: skip
+        return (self.block_size, self.memory, self.num_blocks, self.prefix_memory, self.attention_backend)
 
 
 _PREEMPTION = ("auto", "recompute", "swap")

@@ -38,6 +38,11 @@ class LayerSpec:
     device: torch.device
 
     @property
+    def widths(self) -> tuple[int, int, int]:
+        """Heads, and the widths of a key and of a value."""
+        return self.num_kv_heads, self.head_dim, self.v_head_dim
+
+    @property
     def bytes_per_token(self) -> int:
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
@@ -109,7 +114,8 @@ class KVPool:
         choose: picks the backend that lays out and serves a layer.
         memory: bytes for all layers together, or a share (a float below 1) of what is free; None for half of it.
         num_blocks: usable blocks instead of ``memory``. The null block is extra.
-        set_aside: bytes of what is free that others will take; a share is of the rest.
+
+    ``set_aside``, until the first layer is seen: bytes of what is free that others will take; a share is of the rest.
     """
 
     def __init__(
@@ -120,9 +126,8 @@ class KVPool:
         *,
         memory: int | float | None = None,
         num_blocks: int | None = None,
-        set_aside: int = 0,
     ) -> None:
-        self.set_aside = set_aside
+        self.set_aside = 0
         self.block_size = block_size
         self.num_layers = max(num_layers, 1)
         self.layers: dict[int, LayerKV] = {}

@@ -333,22 +333,35 @@ class EngineCore:
         return self._namespace
 
     def look_at_weights(self) -> None:
-        """Compare the weights with what running requests were computed with; if they changed, compute those anew."""
-        before, self._namespace = self._namespace, self._look()
-        if before is not None and before != self._namespace:
-            self.scheduler.recompute_all(len(before), self._namespace)
+        """Compare the weights with what running requests were computed with; if they changed, compute those anew, and
+        likewise if something goes wrong in it, which is raised."""
+        before, found = self._namespace, None
+        try:
+            found = self._look()
+        finally:
+            if found is None:
+                self.runner.follow_weights(None)
+                found = self._unknown()
+            self._namespace = found
+            if before is not None and before != found:
+                self.scheduler.recompute_all(len(before), found)
 
     def _look(self) -> Namespace:
         self.runner.refresh()
         view = self.runner.view
         found = self._watch.namespace(view, runtime_signature(view))
         self.runner.follow_weights(found)
-        if found is None:  # nobody can tell whether they change: share nothing beyond this
-            self._unshared += 1
-            found = (("unshared", self._unshared),)
+        if found is None:
+            return self._unknown()
         if found != self._namespace:
             self.manager.drop(lambda namespace: namespace[: len(found)] != found)
         return found
+
+    def _unknown(self) -> Namespace:
+        """A namespace for what nobody can tell about; nothing is shared beyond it."""
+        self._unshared += 1
+        self.manager.drop(lambda namespace: True)
+        return (("unshared", self._unshared),)
 
     def weights_changed(self) -> None:
         """Forget every prefix, whatever the weights look like; running requests are computed anew."""

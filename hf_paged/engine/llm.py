@@ -150,8 +150,9 @@ class LLM:
         processor, and goes on after :meth:`resume`; so does one that another thread makes meanwhile, and a line of the
         logger ``hf_paged`` says so. In the thread that paused, ``generate()``, ``stream()`` and ``chat()`` raise
         EnginePausedError instead of waiting for themselves; a stream that is open there ends by that. Pausing again is
-        no error; of several threads that pause, each has to resume. A processor or criterion of a request, being part
-        of a step, cannot pause.
+        no error; of several threads that pause, each has to resume, or another one for it: the pause of a thread that
+        ended stays (a line of the logger says that a call waits for it). A processor or criterion of a request, being
+        part of a step, cannot pause.
 
         Raises what the present step raises; the engine is not paused then.
         """
@@ -162,7 +163,7 @@ class LLM:
     def resume(self) -> None:
         """End this thread's pause, or in a thread that did not pause the latest one; without any it is no error.
         Requests that had begun are recomputed if the weights changed meanwhile, and nothing that was computed with
-        other weights is used again."""
+        other weights is used again; nor is anything if looking at the weights fails, and that is raised."""
         with self._turns.between():
             try:
                 self.core.look_at_weights()

@@ -158,8 +158,10 @@ class EngineLoop:
         """Go on. Requests that had begun are recomputed if the weights changed meanwhile."""
 
         def go_on() -> None:
-            self.llm.core.look_at_weights()
-            self._paused = False
+            try:
+                self.llm.core.look_at_weights()
+            finally:  # nothing computed before is used again if that failed
+                self._paused = False
 
         self.call(go_on)
 

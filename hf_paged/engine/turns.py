@@ -25,7 +25,7 @@ class Turns:
     def __init__(self) -> None:
         self._free = threading.Condition(threading.RLock())
         #: one for each thread that waits for a turn between two steps
-        self._asking: list[None] = []
+        self._asking: set[object] = set()
         #: threads that paused and did not resume, each once
         self._paused_by: list[threading.Thread] = []
 
@@ -42,26 +42,29 @@ class Turns:
             if self._paused_by:
                 logger.info("a call waits: the engine was paused by thread %r", self._paused_by[-1].name)
             # now and then it looks by itself: for threads that ended in a pause, or were interrupted while they asked
+            told: set[threading.Thread] = set()
             while not self._free.wait_for(self._may_step, timeout=_LOOK_S):
-                self._forget_dead()
+                ended = {thread for thread in self._paused_by if not thread.is_alive()} - told
+                for thread in ended:
+                    logger.warning(
+                        "a call waits: thread %r paused the engine and ended without resume(), which any thread may "
+                        "call", thread.name,
+                    )  # fmt: skip
+                told |= ended
             yield
 
     def _may_step(self) -> bool:
         return not self._paused_by and not self._asking
 
-    def _forget_dead(self) -> None:
-        for thread in [thread for thread in self._paused_by if not thread.is_alive()]:
-            logger.warning("thread %r paused the engine and ended without resume(): it goes on", thread.name)
-            self._paused_by.remove(thread)
-
     @contextmanager
     def between(self) -> Iterator[None]:
         """A turn between two steps, paused or not."""
+        asked = object()
         try:
-            self._asking.append(None)
+            self._asking.add(asked)
             self._free.acquire()
         finally:
-            self._asking.pop()
+            self._asking.discard(asked)
         try:
             yield
         finally:

@@ -110,7 +110,7 @@ def run(rows: Rows) -> list[list[list[int]]]:
 
     Raises the error of the first row that fails.
     """
-    call, runner = rows.call, rows.runner.with_own_states()
+    call, runner = rows.call, rows.runner
     assert call.cache is not None
     kv, manager = call.kv, call.cache.state.shared.manager
     assert kv is not None

@@ -98,7 +98,6 @@ def _rows(
         if not runner.packed:
             return "the model's own attention runs, to stock's last bit"
     namespace = prompt_namespace(call, runtime)
-    runner.follow_weights(None if namespace is None else namespace[:-1])
     shares = call.config.prefix_caching and not runner.recurrent
     step = int(generation_config.num_beams or 1)
     rows = Rows(
@@ -110,7 +109,11 @@ def _rows(
         namespace if shares else None,
         list(stopping_criteria),
     )
-    return _unfit(rows) or rows
+    unfit = _unfit(rows)
+    if unfit is not None:
+        return unfit
+    epoch = None if namespace is None else namespace[:-1]
+    return dataclasses.replace(rows, runner=runner.for_call(epoch, call.config.optimize))
 
 
 def _unfit(rows: Rows) -> str | None:
@@ -239,7 +242,6 @@ def _runner(call: Call) -> ModelRunner:
                     call.model,
                     block_size=shared.config.block_size,
                     attention_backend=shared.config.attention_backend,
-                    optimize=shared.config.optimize,
                     pool=shared.pool,
                     join=shared.join,
                 )

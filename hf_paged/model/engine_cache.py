@@ -79,6 +79,13 @@ class _EngineLayer(compat.DynamicLayer):
         if self.kv is None:
             self.lazy_initialization(key_states, value_states)
         assert self.kv is not None
+        spec, (_, heads, _, dim) = self.kv.spec, key_states.shape
+        if (heads, dim, value_states.shape[-1]) != spec.widths or key_states.device != spec.device:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} stores {spec} and is now given keys {list(key_states.shape)} and values "
+                f"{list(value_states.shape)} on {key_states.device}: make a new engine after changing a model's device "
+                "or heads"
+            )
         step: Step = self.cache.step
         slots = step.on(key_states.device).slot_mapping
         self.backend.write(self.kv, _tokens_first(key_states), _tokens_first(value_states), slots)

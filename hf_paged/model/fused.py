@@ -13,6 +13,7 @@ another one when they change. The residual stream is fp32 whatever the model's d
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +24,19 @@ from torch import nn
 from hf_paged.attention.backends import cpu_native
 from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
 from hf_paged.kernels import cpu
-from hf_paged.kernels.cpu.decoder import Decoder, DecoderLayer, Norm, PackedLinear, pack, pack_gated
+from hf_paged.kernels.cpu.decoder import PANEL, Decoder, DecoderLayer, Norm, PackedLinear, pack, pack_gated
 
 _DTYPES = (torch.float32, torch.bfloat16)
+#: of tensors made here, whatever torch's defaults are
+_PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+#: what rounding may make of one number, as a share of it, and of all that is added to a token
+_ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
+_ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+#: how much closer the middle token has to be than the worst
+_MIDDLE = 5
 #: settings that change nothing before numbers are large
 _LIMITS = ("final_logit_softcapping", "clip_qkv")
+_LIMIT = re.compile(r"limit|clip|clamp|cap(?:ping)?(?:_|$)", re.IGNORECASE)
 #: positions that rotary tables begin with
 _LEAST_POSITIONS = 256
 
@@ -38,11 +47,13 @@ class UnusualBuildError(Exception):
 
 @dataclass
 class Seen:
-    """What a forward of the model's own fed to a layer and got from it, one row of tokens without padding."""
+    """What a forward of the model's own fed to a layer and got from it, float32 ``[tokens, hidden]``; and the same of
+    its MLP, for each time that it was called."""
 
     hidden: torch.Tensor | None = None
     output: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    mlp: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -55,6 +66,17 @@ class Parts:
     rotary: nn.Module
     head: nn.Linear
     seen: list[Seen] = field(default_factory=list)
+
+    @property
+    def packable_bytes(self) -> int:
+        """Bytes of the weights that a FusedDecoder packs."""
+        modules: list[Any] = [self.head]
+        for layer in self.layers:
+            mlp: Any = getattr(layer, "mlp", None)
+            modules += [layer.self_attn] if hasattr(layer, "self_attn") else []
+            modules += [mlp] if mlp is not None and _gate_of(mlp) is not None else []
+        linears = {m for module in modules for m in module.modules() if type(m) is nn.Linear}
+        return sum(p.nbytes for linear in linears for p in linear.parameters())
 
     @classmethod
     def of(cls, view: Any) -> Parts:
@@ -75,16 +97,21 @@ class Parts:
 
     def watching(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``run()`` a forward, and note what layers are fed and give."""
-        if any("forward" in layer.__dict__ for layer in self.layers):
+        mlps: list[Any] = [layer.mlp for layer in self.layers if isinstance(getattr(layer, "mlp", None), nn.Module)]
+        if len(mlps) < len(self.layers):
+            raise UnusualBuildError("a layer has no mlp")
+        watched = [*self.layers, *mlps]
+        if any("forward" in module.__dict__ for module in watched):
             raise UnusualBuildError("the forward of a layer was replaced")
         self.seen = [Seen() for _ in self.layers]
         try:
-            for layer, seen in zip(self.layers, self.seen, strict=True):
+            for layer, mlp, seen in zip(self.layers, mlps, self.seen, strict=True):
                 layer.__dict__["forward"] = _noting(layer, seen)
+                mlp.__dict__["forward"] = _noting_mlp(mlp, seen)
             return run()
         finally:
-            for layer in self.layers:
-                layer.__dict__.pop("forward", None)
+            for module in watched:
+                module.__dict__.pop("forward", None)
 
 
 def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:
@@ -94,15 +121,40 @@ def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:
         hidden = args[0] if args else kwargs.get("hidden_states")
         fed = None if hidden is None else hidden[0].detach().float().clone()
         output = forward(*args, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
         if hidden is None:
             raise UnusualBuildError("its layers are not fed hidden_states")
         # the layer may change in place what it was fed, so that had better been noted before it ran
-        seen.hidden, seen.output = fed, first[0].detach().float()
+        seen.hidden, seen.output = fed, _first(output)[0].detach().float()
         seen.rotary = kwargs.get("position_embeddings")
         return output
 
     return noting
+
+
+def _noting_mlp(mlp: nn.Module, seen: Seen) -> Callable[..., Any]:
+    forward = mlp.forward
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            raise UnusualBuildError("its MLPs are fed more than one tensor")
+        rows = args[0].detach().float().reshape(-1, args[0].shape[-1]).clone()
+        output = forward(*args)
+        seen.mlp.append((rows, _rows(output).clone()))
+        return output
+
+    return noting
+
+
+def _first(output: Any) -> torch.Tensor:
+    """Some modules return more than what goes on."""
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _rows(output: Any) -> torch.Tensor:
+    """What an MLP returned as float32 ``[tokens, hidden]``."""
+    found = _first(output).detach().float()
+    return found.reshape(-1, found.shape[-1])
 
 
 class FusedDecoder:
@@ -126,7 +178,7 @@ class FusedDecoder:
         #: whether the model's rotary tables are of half a rotation, both halves being alike (GPT-OSS)
         self._doubled = False
         self.hidden = parts.embed.weight.shape[1]
-        self._cos = self._sin = torch.empty(0, self.rotary_dim)
+        self._cos = self._sin = torch.empty(0, self.rotary_dim, **_PLAIN)
         self.layers = [
             self._layer(layer, params) for layer, params in zip(self.parts.layers, self._params, strict=True)
         ]
@@ -191,18 +243,24 @@ class FusedDecoder:
         o = _linear(getattr(attention, "o_proj", None))
         if params.alibi_slopes is not None:
             raise UnusualBuildError("its attention has slopes")  # the kernels could; no such model is of this build
-        if o.weight.shape[1] % 32 and self.dtype == torch.bfloat16:
-            raise UnusualBuildError(f"its heads have {o.weight.shape[1]} dimensions together, not a multiple of 32")
-        whole = False
+        if o.weight.shape[1] % PANEL and self.dtype == torch.bfloat16:
+            raise UnusualBuildError(
+                f"its heads have {o.weight.shape[1]} dimensions together, not a multiple of {PANEL}"
+            )
         q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        if q_norm is not None and getattr(q_norm, "weight", o.weight).shape[0] != dim:
-            whole = True
-        sizes = (o.weight.shape[1], _kv_width(attention, o.weight.shape[1])) if whole else (dim, dim)
+        inner, kv_inner = o.weight.shape[1], self._spec.num_kv_heads * dim
+        whole = q_norm is not None and getattr(q_norm, "weight", o.weight).shape[0] != dim
+        if whole and k_norm is None:
+            raise UnusualBuildError("its queries have a norm over all heads, and its keys have none")
+        sizes = (inner, kv_inner) if whole else (dim, dim)
         extra = {name for name, _ in attention.named_children()} - {
             "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm",
         }  # fmt: skip
         if extra:
             raise UnusualBuildError(f"its attention has {', '.join(sorted(extra))}")
+        limits = [*_limits(layer), *(name for name in _limits(attention) if params.softcap is None)]
+        if limits:
+            raise UnusualBuildError(f"a layer has a {limits[0]}, which small numbers would not show")
         before_mlp, after_attn, after_mlp = (
             getattr(layer, "pre_feedforward_layernorm", None),
             getattr(layer, "post_attention_layernorm", None),
@@ -252,34 +310,55 @@ class FusedDecoder:
         want: torch.Tensor,
     ) -> str | None:  # fmt: skip
         """Where it computes something else than was shown."""
-        exact = self.dtype == torch.float32
         rotary = self._tables(positions)  # not by way of tables up to the largest position
         for i, seen in enumerate(shown):
-            assert seen.hidden is not None
-            assert seen.output is not None
-            x = seen.hidden.clone()
-            self._run(x, metadata, rotary, i, i + 1)
-            change, size = (seen.output - seen.hidden).abs().max(), seen.hidden.abs().max()
-            allowed = 1e-4 * change if exact else 0.05 * change + 2**-6 * size
-            worst = self._worst(x, seen.output, i)
-            if not worst <= allowed:
-                return f"layer {i} computes something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
+            reason = self._layer_difference(i, seen, metadata, rotary)
+            if reason is not None:
+                return f"layer {i} {reason}"
         x = self._embedded(ids)
         if not torch.equal(x, torch.as_tensor(shown[0].hidden)):
             return "its embeddings are changed on their way to the first layer"
         # from what the model's own last layer gave: at odd positions rounding grows from layer to layer
         got = self._logits(torch.as_tensor(shown[-1].output))
-        worst, allowed = self._worst(got, want), (1e-4 if exact else 0.02) * want.abs().max()
-        if not worst <= allowed:
-            return f"its logits are something else (off by {worst:.2g} where {allowed:.2g} is rounding)"
-        return None
+        if got.shape != want.shape:
+            return f"its logits are of shape {list(want.shape)} where its head gives {list(got.shape)}"
+        off = self._off(got, want, want - want.mean(-1, keepdim=True), want.abs())
+        return None if off <= _ALLOWED[self.dtype] else f"its logits are something else (off by {off:.2g} of them)"
 
-    def _worst(self, got: torch.Tensor, want: torch.Tensor, layer: int | None = None) -> torch.Tensor:
-        """The largest difference of any token; of the middle one where a layer chooses experts by numbers that are
-        rounded, so that single tokens may have others."""
-        differences = (got - want).abs().amax(-1)
-        chosen = self.dtype != torch.float32 and layer is not None and self.layers[layer].gate_up is None
-        return differences.median() if chosen else differences.max()
+    def _layer_difference(
+        self, index: int, seen: Seen, metadata: AttentionMetadata, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> str | None:
+        fed, gave, allowed = seen.hidden, seen.output, _ALLOWED[self.dtype]
+        assert fed is not None
+        assert gave is not None
+        if len(seen.mlp) != 1:
+            return f"calls its MLP {len(seen.mlp)} times"
+        (mlp_fed, mlp_gave), normed = seen.mlp[0], []
+
+        def recorded(_: int, rows: torch.Tensor) -> torch.Tensor:
+            normed.append(rows.float())
+            return mlp_gave
+
+        x = fed.clone()
+        # an MLP of the model's own is not run again: it may choose its experts by numbers that are rounded
+        self._run(x, metadata, rotary, index, index + 1, recorded)
+        change = gave - fed
+        for rows in normed:
+            change = change - self._after_mlp(index, mlp_gave)
+            off = self._off(rows, mlp_fed, mlp_fed, mlp_fed.abs())
+            if not off <= allowed:
+                return f"feeds something else to its MLP (off by {off:.2g} of it)"
+        off = self._off(x, gave, change, torch.maximum(fed.abs(), gave.abs()))
+        return None if off <= allowed else f"computes something else (off by {off:.2g} of what it adds)"
+
+    def _off(self, got: torch.Tensor, want: torch.Tensor, change: torch.Tensor, size: torch.Tensor) -> float:
+        """How far ``got`` is off, beyond the rounding of numbers as large as ``size``, as a share of ``change``: the
+        root mean square of a token's numbers, of all tokens the worst, or some times the middle one. Each by itself:
+        some tokens of real models have numbers a thousand times larger than all others have."""
+        excess = ((got - want).abs() - size * _ROUNDING[self.dtype]).clamp_min(0)
+        off, whole = (x.square().mean(-1).sqrt() for x in (excess, change))
+        shares = torch.where(off == 0, off, off / whole)
+        return float(torch.maximum(shares.max(), _MIDDLE * shares.median()))
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -306,8 +385,10 @@ class FusedDecoder:
 
     def _run(
         self, x: torch.Tensor, metadata: AttentionMetadata, rotary: tuple[torch.Tensor, torch.Tensor], first: int,
-        last: int,
+        last: int, mlp: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
+        """Layers ``first`` to ``last - 1`` on ``x``, in place. ``mlp`` gives the output, float32 ``[tokens, hidden]``,
+        of MLPs that are the model's own."""
         decoder = self._decoder
         assert decoder is not None
         cos, sin = rotary
@@ -318,14 +399,18 @@ class FusedDecoder:
             layer = self.layers[end - 1]
             if layer.gate_up is None:
                 normed = decoder.project(layer.before_mlp, None, x)
-                mlp: Any = self.parts.layers[end - 1].mlp
-                out = mlp(normed[None])
-                out = (out[0] if isinstance(out, tuple) else out).float().view_as(x)
-                if layer.after_mlp is not None:
-                    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + layer.after_mlp.eps)
-                    out = out * scale * layer.after_mlp.weight
-                x += out
+                x += self._after_mlp(end - 1, (mlp or self._own_mlp)(end - 1, normed))
             first = end
+
+    def _own_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        mlp: Any = self.parts.layers[index].mlp
+        return _rows(mlp(normed[None]))
+
+    def _after_mlp(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        norm = self.layers[index].after_mlp
+        if norm is None:
+            return out
+        return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
     def _rotary(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 ``[tokens, rotary_dim]``, of positions below ``longest``."""
@@ -336,7 +421,7 @@ class FusedDecoder:
 
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same from the model's own module."""
-        found = _asked(self.parts.rotary, torch.empty(1, 1, 1), position_ids=positions[None])
+        found = _asked(self.parts.rotary, torch.empty(1, 1, 1, **_PLAIN), position_ids=positions[None])
         cos, sin = (torch.cat([t[0], t[0]], -1) if self._doubled else t[0] for t in found)
         return cos.float().contiguous(), sin.float().contiguous()
 
@@ -356,11 +441,6 @@ def _attention(layer: nn.Module) -> Any:
     return attention
 
 
-def _kv_width(attention: Any, q_width: int) -> int:
-    k = getattr(attention, "k_proj", None)
-    return q_width if k is None else int(k.weight.shape[0])
-
-
 def _linear(module: Any) -> nn.Linear:
     """The module, if its forward is a plain product with weights that can be read. Raises UnusualBuildError."""
     if type(module) is not nn.Linear:
@@ -370,6 +450,9 @@ def _linear(module: Any) -> nn.Linear:
         raise UnusualBuildError("the weights of a projection are not plain parameters on the CPU")
     if weight.layout is not torch.strided or weight.dtype not in _DTYPES:
         raise UnusualBuildError(f"the weights of a projection are {weight.dtype}, {weight.layout}")
+    bias: Any = module._parameters.get("bias")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.device.type != "cpu"):
+        raise UnusualBuildError(f"the bias of a projection is of shape {list(bias.shape)} on {bias.device}")
     return module
 
 
@@ -383,39 +466,62 @@ def _qkv(attention: Any) -> PackedLinear:
         linear = _linear(attention.qkv_proj)
         return pack(linear.weight, _bias(linear))
     projections = [_linear(getattr(attention, name, None)) for name in ("q_proj", "k_proj", "v_proj")]
-    biases, bias = [_bias(p) for p in projections], None
-    if any(b is not None for b in biases):
-        zeros = [p.weight.new_zeros(p.weight.shape[0]) for p in projections]
-        bias = torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)])
+    biases = _biases(projections)
+    bias = None if biases is None else torch.cat(biases)
     return pack(torch.cat([p.weight.detach() for p in projections]), bias)
+
+
+def _biases(projections: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
+    """The biases of projections that become one, with zeros for those that have none; None if none has."""
+    biases = [_bias(p) for p in projections]
+    if all(b is None for b in biases):
+        return None
+    zeros = [p.weight.new_zeros(p.weight.shape[0]) for p in projections]
+    return [z if b is None else b for z, b in zip(zeros, biases, strict=True)]
 
 
 def _mlp(mlp: Any) -> tuple[PackedLinear | None, PackedLinear | None, str]:
     """A gated MLP packed; nothing where it is something else, which then runs as it is."""
     if mlp is None:
         raise UnusualBuildError("a layer has no mlp")
-    names = {name for name, _ in mlp.named_children()}
-    act = _activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
-    fused = {"gate_up_proj", "down_proj"} <= names
-    if act is None or not (fused or {"gate_proj", "up_proj", "down_proj"} <= names):
+    act = _gate_of(mlp)
+    if act is None:
         return None, None, "silu"
     down = _linear(mlp.down_proj)
-    if fused:
+    if hasattr(mlp, "gate_up_proj"):
         both = _linear(mlp.gate_up_proj)
         gate, up = both.weight.detach().chunk(2)
         bias = _bias(both)
-        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+        biases = None if bias is None else list(bias.chunk(2))
     else:
-        parts = _linear(mlp.gate_proj), _linear(mlp.up_proj)
-        (gate, gate_bias), (up, up_bias) = ((p.weight, _bias(p)) for p in parts)
-    return pack_gated(gate, up, gate_bias, up_bias), pack(down.weight, _bias(down)), act
+        parts = [_linear(mlp.gate_proj), _linear(mlp.up_proj)]
+        gate, up = (p.weight for p in parts)
+        biases = _biases(parts)
+    packed = pack_gated(gate, up) if biases is None else pack_gated(gate, up, *biases)
+    return packed, pack(down.weight, _bias(down)), act
+
+
+def _gate_of(mlp: Any) -> str | None:
+    """The activation of an MLP that is made of a gate, what it gates, a way back, and nothing else; None of others."""
+    act = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+    names = {name for name, child in mlp.named_children() if child is not act}
+    gated = names in ({"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"})
+    return _activation(act) if gated and not _limits(mlp) else None
+
+
+def _limits(module: Any) -> list[str]:
+    """What a module has that may cut off large numbers, which small ones would not show."""
+    return [
+        name for name, value in vars(module).items()
+        if _LIMIT.search(name) and isinstance(value, int | float) and not isinstance(value, bool)
+    ]  # fmt: skip
 
 
 def _activation(function: Any) -> str | None:
     """The kernels' name of an activation, told by what it computes."""
     if function is None:
         return None
-    x = torch.linspace(-40, 40, 641)  # far enough for those that are cut off somewhere
+    x = torch.linspace(-40, 40, 641, **_PLAIN)  # far enough for those that are cut off somewhere
     known = {
         "silu": nn.functional.silu(x),
         "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
@@ -437,7 +543,7 @@ def _norm(module: Any, size: int) -> Norm | None:
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or eps is None or weight.shape != (size,):
         raise UnusualBuildError(f"a norm is a {type(module).__name__} of another size")
-    probe = torch.linspace(-1, 1, size) * torch.tensor([[1.0], [1e-3]])
+    probe = torch.linspace(-1, 1, size, **_PLAIN) * torch.tensor([[1.0], [1e-3]], **_PLAIN)
     plain = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + float(eps))
     got = _asked(module, probe.to(weight.dtype)).detach().float()
     for factor in (weight.detach().float(), 1 + weight.detach().float()):  # Gemma stores what is added to one

@@ -43,6 +43,8 @@ _BLOCKS_OF_NOTHING = 1 << 20
 _PROBE_LENGTHS = (9, 5)
 #: where a recurrent model's prompt is cut to see whether it can go on with several tokens
 _PIECES = (14, 17, 33)
+#: tokens in a block, at most, where the native decoder is tried out
+_TRIAL_BLOCK = 16
 #: share of what a lost state costs that going on from one may differ by
 _ROUNDING = 0.25
 
@@ -119,8 +121,8 @@ class ModelRunner:
         #: the model by the native decoder, and the weights that it has packed
         self._fused: FusedDecoder | None = None
         self._fused_for: tuple[Any, ...] | None = None
-        #: with what else than weights the model was found not to be of the usual build
-        self._refused: tuple[Any, ...] | None = None
+        #: with which weights the model was found not to be of the usual build
+        self._refused: set[tuple[Any, ...]] = set()
         #: whether prompts can be computed in pieces; bytes of one state of recurrent layers
         self.continues, self.state_bytes = True, 0
         try:
@@ -132,8 +134,8 @@ class ModelRunner:
             self.packed, specs = self._try_out(attention_backend)
         self._states.clear()
         if pool is None:
-            weights = sum(p.nbytes for p in self.view.parameters()) if self._may_fuse() else 0
-            pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks, set_aside=weights)
+            pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
+        pool.set_aside = self._will_pack()  # counts until the first layer joins
         self.pool, self._join = pool, join if join is not None else pool.layer
         #: where requests that give way may keep their blocks, if there is such a place
         self.host: HostTier | None = None
@@ -164,17 +166,16 @@ class ModelRunner:
         model = self._model()
         if model is not None and not same_structure(model, self.view):
             with self._lock:
-                self.view, self._fused, self._fused_for, self._refused = view_of(model), None, None, None
+                self.view, self._fused, self._fused_for, self._refused = view_of(model), None, None, set()
 
-    def _may_fuse(self) -> bool:
-        """Whether weights will be packed, as far as can be told without trying."""
+    def _will_pack(self) -> int:
+        """Bytes of weights that will be packed, as far as can be told without trying."""
         if not self._optimize or not self.packed:
-            return False
+            return 0
         try:
-            Parts.of(self.view)
+            return Parts.of(self.view).packable_bytes
         except UnusualBuildError:
-            return False
-        return True
+            return 0
 
     @property
     def packed_bytes(self) -> int:
@@ -184,35 +185,54 @@ class ModelRunner:
     def follow_weights(self, epoch: tuple[Any, ...] | None) -> None:
         """Pack the weights for the native decoder if those of ``epoch`` are not packed yet. None means that nobody can
         tell whether weights change: then nothing packed is used. The first part of an epoch is about weights, the rest
-        about everything else (see WeightsWatch.namespace)."""
+        about everything else (see WeightsWatch.namespace). What goes wrong in it is logged, and the model then runs
+        module by module."""
+        with self._lock:
+            self._follow(epoch)
+
+    def for_call(self, epoch: tuple[Any, ...] | None, optimize: bool) -> ModelRunner:
+        """The same runner for a call that has requests, and states of them, of its own, while other calls follow other
+        weights: with those of ``epoch`` packed, or without ``optimize`` with none."""
+        with self._lock:
+            if optimize:
+                self._follow(epoch)
+            twin = copy.copy(self)
+        twin._states = {}
+        if not optimize:
+            twin._fused = None
+        return twin
+
+    def _follow(self, epoch: tuple[Any, ...] | None) -> None:
         if not self._optimize or not self.packed or epoch == self._fused_for:
             return
-        with self._lock:
-            # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
-            self._fused = self._fused_for = None
-            if epoch is None or epoch[1:] == self._refused:
-                return
-            start = time.perf_counter()
-            try:
-                fused = self._made_fused()
-            except UnusualBuildError as error:
-                self._refused = epoch[1:]
-                logger.info("engine: the model runs module by module: %s", error)
-            else:
-                self._fused, self._fused_for = fused, epoch
-                took, size = time.perf_counter() - start, fused.nbytes / (1 << 20)
-                logger.info("engine: the model runs on the native decoder; packing %.0f MiB took %.2f s", size, took)
+        # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
+        self._fused = self._fused_for = None
+        if epoch is None or epoch in self._refused:
+            return
+        start = time.perf_counter()
+        try:
+            fused = self._made_fused()
+        except Exception as error:  # models may be anybody's code, and memory short: there is another way to run them
+            self._refused = {refused for refused in self._refused if refused[0] == epoch[0]} | {epoch}
+            level = logging.INFO if isinstance(error, UnusualBuildError) else logging.WARNING
+            why = error if isinstance(error, UnusualBuildError) else f"packing its weights failed ({error!r})"
+            logger.log(level, "engine: the model runs module by module: %s", why)
+        else:
+            self._fused, self._fused_for = fused, epoch
+            took, size = time.perf_counter() - start, fused.nbytes / (1 << 20)
+            logger.info("engine: the model runs on the native decoder; packing %.0f MiB took %.2f s", size, took)
 
     @torch.no_grad()
     def _made_fused(self) -> FusedDecoder:
         """The model by the native decoder, tried out on a pool of its own. Raises UnusualBuildError."""
         parts = Parts.of(self.view)
-        ids = [(3 + 5 * i) % self.vocab_size for i in range(2 * self.block_size + 5)]
-        blocks = list(range(1, 2 + len(ids) // self.block_size))
-        pool = KVPool(self.block_size, len(self.pool.layers), self._choose, num_blocks=len(blocks) + 1)
+        block_size = min(self.block_size, _TRIAL_BLOCK)
+        ids = [(3 + 5 * i) % self.vocab_size for i in range(2 * block_size + 5)]
+        blocks = list(range(1, 2 + len(ids) // block_size))
+        pool = KVPool(block_size, len(self.pool.layers), self._choose, num_blocks=len(blocks) + 1)
         cache = EngineCache(self.config, pool.layer, packed=True)  # type: ignore[arg-type] # it has room for all
         work = [Probe("a", ids, 0, blocks, num_logits=len(ids))]
-        step, positions, wanted = pack(work, self.block_size)
+        step, positions, wanted = pack(work, block_size)
         # half of them far away: some models do more than to rotate there
         positions[len(ids) // 2 :] += max(0, self._longest() - len(ids))
         want = parts.watching(lambda: self._packed(cache, work, step, positions, wanted))
@@ -230,12 +250,6 @@ class ModelRunner:
         static = static_rope_length(self.view)
         named = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(static or named or 4096)
-
-    def with_own_states(self) -> ModelRunner:
-        """The same runner for somebody who has requests, and an idea of which of them have a state, of his own."""
-        twin = copy.copy(self)
-        twin._states = {}
-        return twin
 
     def prepare(
         self,

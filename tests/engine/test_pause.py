@@ -13,6 +13,7 @@ import torch
 
 import hf_paged
 from hf_paged import LLM, SamplingParams
+from hf_paged.engine.turns import Turns
 from tests import zoo
 from tests.engine.test_llm_parity import alone, check_clean, prompts
 from tests.regressions.engine_helpers import PATIENCE, stepped, tokenizer_of
@@ -201,6 +202,7 @@ def test_a_stream_can_be_closed_in_a_pause_and_is_ended_by_going_on_in_it() -> N
         next(asked)
     assert len(llm.frontend.groups) == 2
     llm.resume()
+    llm.resume()  # for the thread that paused before, too
     assert len(call.result()) == 2
     check_clean(llm)
 
@@ -250,15 +252,69 @@ def test_of_two_threads_that_pause_each_has_to_resume() -> None:
     call = Call(lambda: llm.generate([prompts()[0]], greedy(4), use_tqdm=False))
     llm.resume()
     time.sleep(0.3)
-    assert call.is_alive(), "one of them has not resumed"
+    assert call.is_alive(), "two of them have not resumed"
     other.set()
     paused.result()
+    time.sleep(0.3)
+    assert call.is_alive(), "one of them has not resumed"
+    llm.resume()  # for it
     assert call.result()[0].outputs[0].finish_reason == "length"
 
 
-def test_a_pause_ends_with_its_thread(caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM(zoo.build("llama"), **OPTIONS)
-    Call(llm.pause).result()
+def test_a_pause_outlives_its_thread_and_whoever_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """As with ``run_in_executor(None, llm.pause)``: whoever asked for the pause still believes in it."""
+    model, gate = stepped()
+    llm, batch = LLM(model, **OPTIONS), prompts()[:3]
     with caplog.at_level(logging.WARNING, "hf_paged"):
-        assert Call(lambda: llm.generate([prompts()[0]], greedy(4), use_tqdm=False)).result()
-    assert any("ended without resume" in r.message for r in caplog.records)
+        call, before = paused_in_the_middle(llm, gate, batch, 40)
+        wait_until(lambda: "ended without resume()" in caplog.text)
+    steps = gate.passed
+    change(model)
+    assert gate.passed == steps and call.is_alive()
+    llm.resume()
+    for prompt, begun, output in zip(batch, before, call.result(), strict=True):
+        rest = alone(model, [*prompt, *begun], max_new_tokens=40 - len(begun), eos_token_id=None)
+        assert output.outputs[0].token_ids == [*begun, *rest]
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("say", ["resume", "weights_changed"])
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, MemoryError])
+def test_nothing_old_is_used_when_looking_at_the_weights_fails(
+    say: str, fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, gate = stepped()
+    llm, batch = LLM(model, **OPTIONS), prompts()[:3]
+    llm.generate(batch[0], greedy(4), use_tqdm=False)  # leaves a prefix
+    call, before = paused_in_the_middle(llm, gate, batch, 40)
+    change(model)
+
+    def interrupted(*args: Any) -> Any:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_paged.engine.core.runtime_signature", interrupted)
+        with pytest.raises(fault):
+            getattr(llm, say)()
+    if say == "weights_changed":
+        llm.resume()
+    later = Call(lambda: llm.generate(batch[0], greedy(40), use_tqdm=False))  # joins the one that runs
+    for prompt, begun, output in zip(batch, before, call.result(), strict=True):
+        rest = alone(model, [*prompt, *begun], max_new_tokens=40 - len(begun), eos_token_id=None)
+        assert output.outputs[0].token_ids == [*begun, *rest]
+    want = alone(model, batch[0], max_new_tokens=40, eos_token_id=None)
+    assert later.result()[0].outputs[0].token_ids == want
+    check_clean(llm)
+
+
+def test_an_interrupt_while_a_turn_is_asked_for_leaves_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(turns._free, "acquire", interrupted)
+    with pytest.raises(KeyboardInterrupt), turns.between():
+        pass
+    monkeypatch.undo()
+    assert not turns._asking

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,6 +77,26 @@ def test_threads_and_what_is_read_beyond_the_rows_change_nothing(
     made._buffers["a"].fill_(float("nan"))  # left there by longer calls
     made._buffers["a"][:, :96] = float("nan")
     assert torch.equal(made.project(None, linear, x[:5].contiguous()), results[0][:5])
+
+
+def test_memory_that_ends_while_buffers_grow_leaves_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, linear, x = decoder(96, torch.float32), pack(torch.randn(64, 96)), torch.randn(300, 96)
+    want = made.project(None, linear, x[:30].contiguous())
+    zeros, left = torch.zeros, [3]
+
+    def until_full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return zeros(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", until_full)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't allocate"):
+                made.project(None, linear, x)
+    assert torch.equal(made.project(None, linear, x[:30].contiguous()), want)
+    assert torch.equal(made.project(None, linear, x)[:30], want)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -220,11 +220,15 @@ class Decoder:
     def _reserve(self, rows: int) -> None:
         if rows <= self._rows:
             return
-        self._rows = rows = -(-rows // PANEL) * PANEL
-        for name, width in self._widths.items():
-            dtype = torch.float32 if name == "y" else self.dtype
-            self._buffers[name] = torch.zeros(rows, width, dtype=dtype)
-            setattr(self._work, name, self._buffers[name].data_ptr())
+        rows = -(-rows // PANEL) * PANEL
+        buffers = {
+            name: torch.zeros(rows, width, dtype=torch.float32 if name == "y" else self.dtype, device="cpu")
+            for name, width in self._widths.items()
+        }
+        # all at once, and only now: where memory ended on the way, shorter calls go on with what there was
+        self._buffers, self._rows = buffers, rows
+        for name, buffer in buffers.items():
+            setattr(self._work, name, buffer.data_ptr())
         self._project.a = self._work.a
 
     def decode(
@@ -253,7 +257,7 @@ class Decoder:
         rows = x.shape[0]
         self._reserve(rows)
         shape = (rows, self.hidden if linear is None else linear.n)
-        out = torch.empty(shape, dtype=self.dtype if linear is None else torch.float32)
+        out = torch.empty(shape, dtype=self.dtype if linear is None else torch.float32, device="cpu")
         known = self._projected.get((id(norm), id(linear)))
         if known is None:
             structs = _norm_struct(norm), None if linear is None else _linear_struct(linear)

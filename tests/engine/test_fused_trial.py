@@ -1,0 +1,460 @@
+"""The trial before a model runs on the native decoder: whatever is not just what the kernels compute is refused, and
+whatever goes wrong in it leaves a model that runs module by module."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_paged
+from hf_paged import LLM
+from hf_paged.kernels import cpu
+from hf_paged.model import fused, runner
+from hf_paged.model.fused import FusedDecoder, UnusualBuildError
+from hf_paged.model.runner import ModelRunner
+from tests import zoo
+from tests.engine.test_fused import GREEDY, generate, is_fused, make
+from tests.engine.test_llm_parity import alone, prompts
+from tests.regressions.helpers import ids, left_padded, paged, registered, stock
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernels are not built")
+
+
+def assert_stock_and(expected: bool, model: Any, **options: Any) -> LLM:
+    """Tokens are stock's, on the native decoder or not."""
+    llm = make(model, **options)
+    assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
+    assert is_fused(llm) is expected
+    return llm
+
+
+# -- what is computed ----------------------------------------------------------------------------------------------
+
+Forward = Callable[..., Any]
+
+
+def unrotated(stock: Forward, layer_idx: int) -> Forward:
+    def forward(self: Any, hidden_states: Any, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_idx == layer_idx:
+            cos, sin = position_embeddings
+            position_embeddings = torch.ones_like(cos), torch.zeros_like(sin)
+        return stock(self, hidden_states, position_embeddings, *args, **kwargs)
+
+    return forward
+
+
+def scaled(stock: Forward, layer_idx: int, by: Callable[[torch.Tensor], Any]) -> Forward:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = stock(self, *args, **kwargs)
+        return (found[0] * by(found[0]), *found[1:]) if self.layer_idx == layer_idx else found
+
+    return forward
+
+
+def skipped(stock: Forward, layer_idx: int) -> Forward:
+    return scaled(stock, layer_idx, lambda _: 0)
+
+
+def softer(stock: Forward, layer_idx: int) -> Forward:
+    return scaled(stock, layer_idx, lambda _: 0.9)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("twist", "layer_idx"),
+    [(unrotated, 0), (unrotated, 12), (unrotated, 29), (skipped, 0), (skipped, 29), (softer, 0), (softer, 12)],
+)
+def test_one_unusual_layer_of_a_real_model_in_bfloat16(
+    twist: Any, layer_idx: int, smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first token has numbers that are thousands of times larger than all others, whose rounding is larger, too."""
+    model = copy.deepcopy(smollm2[0]).to(torch.bfloat16)
+    attention = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(attention, "forward", twist(attention.forward, layer_idx))
+    assert not is_fused(LLM(model, num_blocks=16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_layer_that_treats_some_tokens_in_another_way(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside an MLP that chooses experts, and so may make single tokens something else by rounding."""
+    model = zoo.fresh(name, dtype=dtype)
+    attention = type(model.model.layers[0].self_attn)
+
+    stock_forward = attention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = stock_forward(self, *args, **kwargs)
+        if self.layer_idx != 1:
+            return found
+        factor = torch.where(kwargs["position_ids"] % 3 == 2, 0.5, 1.0)[..., None]
+        return found[0] * factor.to(found[0].dtype), *found[1:]
+
+    monkeypatch.setattr(attention, "forward", forward)
+    assert not is_fused(make(model))
+
+
+def feeds_half(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden = hidden_states + hidden
+    return hidden + self.mlp(0.5 * self.post_attention_layernorm(hidden))
+
+
+def takes_half(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden = hidden_states + hidden
+    return hidden + 0.5 * self.mlp(self.post_attention_layernorm(hidden))
+
+
+def twice(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden = hidden_states + hidden
+    hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+    return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@pytest.mark.parametrize("forward", [feeds_half, takes_half, twice])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_that_uses_its_own_mlp_in_another_way(
+    forward: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.fresh("mixtral", dtype=dtype)
+    assert is_fused(make(model))
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
+    assert not is_fused(make(model))
+
+
+# -- what it is made of --------------------------------------------------------------------------------------------
+
+
+def with_bias_on_gates(model: Any) -> None:
+    for layer in model.model.layers:
+        old = layer.mlp.gate_proj
+        layer.mlp.gate_proj = nn.Linear(old.in_features, old.out_features, bias=True)
+        layer.mlp.gate_proj.weight = old.weight
+
+
+def test_a_bias_on_the_gate_alone() -> None:
+    model = zoo.fresh("llama")
+    with_bias_on_gates(model)
+    assert_stock_and(True, model)
+
+
+class Extended(nn.Module):
+    """An MLP whose children have the usual names, and one more."""
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+            old.gate_proj,
+            old.up_proj,
+            old.down_proj,
+            old.act_fn,
+        )
+        self.extra = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.extra(self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def test_an_mlp_with_another_part_runs_as_it_is() -> None:
+    model = zoo.fresh("llama")
+    model.model.layers[1].mlp = Extended(model.model.layers[1].mlp)
+    llm = assert_stock_and(True, model)
+    assert [layer.gate_up is None for layer in llm.core.runner._fused.layers] == [False, True, False]
+
+
+def test_a_norm_of_whole_queries_and_none_of_keys() -> None:
+    model = zoo.fresh("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = type(model.model.norm)(32)
+    assert_stock_and(False, model)
+
+
+def test_a_bias_that_is_spread_over_all_outputs() -> None:
+    model = zoo.fresh("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias = nn.Parameter(torch.full((1,), 0.1))
+    assert_stock_and(False, model)
+
+
+@pytest.mark.parametrize("where", ["layer", "attention", "mlp"])
+def test_a_limit_that_small_numbers_do_not_reach(where: str) -> None:
+    model = zoo.fresh("llama")
+    layer = model.model.layers[1]
+    {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}[where].clip_value = 1e4
+    llm = assert_stock_and(where == "mlp", model)  # which then runs as it is
+    if where == "mlp":
+        assert llm.core.runner._fused.layers[1].gate_up is None
+
+
+@pytest.mark.parametrize("limit", ["clip_qkv", "final_logit_softcapping"])
+def test_limits_of_a_config(limit: str) -> None:
+    model = zoo.fresh("llama")
+    setattr(model.config, limit, 1e4)
+    assert_stock_and(False, model)
+
+
+def test_logits_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.fresh("llama")
+    forward = type(model).forward
+
+    def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits[..., :-3]
+        return out
+
+    monkeypatch.setattr(type(model), "forward", cut)
+    assert not is_fused(make(model))
+
+
+def sized(name: str, part: str, size: tuple[int, int]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        linear = nn.Linear(*size, bias=False)
+        target: Any = model if part == "" else getattr(model.model.layers[1], part)
+        setattr(target, name, linear)
+
+    return change
+
+
+def scaled_norm(model: Any) -> None:
+    model.model.layers[1].post_attention_layernorm.weight = nn.Parameter(torch.ones(31))
+
+
+def mixed(model: Any) -> None:
+    model.model.layers[2].mlp.to(torch.bfloat16)
+
+
+def other_sinks(model: Any) -> None:
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(sized("q_proj", "self_attn", (32, 40)), id="q"),
+        pytest.param(sized("v_proj", "self_attn", (31, 16)), id="v"),
+        pytest.param(sized("o_proj", "self_attn", (32, 31)), id="o"),
+        pytest.param(sized("o_proj", "self_attn", (64, 32)), id="o reads more"),
+        pytest.param(sized("gate_proj", "mlp", (32, 80)), id="gate"),
+        pytest.param(sized("down_proj", "mlp", (80, 32)), id="down reads more"),
+        pytest.param(sized("down_proj", "mlp", (48, 64)), id="down gives more"),
+        pytest.param(sized("lm_head", "", (64, zoo.VOCAB)), id="head"),
+        scaled_norm,
+        mixed,
+        other_sinks,
+    ],
+)
+def test_sizes_that_the_kernels_would_read_beyond(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with such sizes cannot run at all, so it is shown only to what checks them."""
+    shown: list[Any] = []
+
+    class Noting(FusedDecoder):
+        def __init__(self, parts: Any, params: Any, spec: Any) -> None:
+            shown.append((parts.seen, list(params), spec))
+            super().__init__(parts, params, spec)
+
+    monkeypatch.setattr(runner, "FusedDecoder", Noting)
+    model = zoo.fresh("gpt_oss" if change is other_sinks else "llama")
+    llm = make(model)
+    assert is_fused(llm)
+    (seen, params, spec), view = shown[0], llm.core.runner.view
+    change(view)
+    if change is other_sinks:
+        params[1] = dataclasses.replace(params[1], sinks=view.model.layers[1].self_attn.sinks)
+
+    def again() -> None:
+        parts = fused.Parts.of(view)
+        parts.seen = seen
+        FusedDecoder(parts, params, spec)
+
+    with pytest.raises((UnusualBuildError, RuntimeError)) as raised:
+        again()
+    if isinstance(raised.value, RuntimeError):
+        assert "size" in str(raised.value)  # torch, when it lays weights side by side
+
+
+# -- what goes wrong in it -----------------------------------------------------------------------------------------
+
+
+def test_weights_that_do_not_fit_into_memory_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = zoo.fresh("llama")
+
+    def full(*args: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "hf_paged"):
+        patch.setattr(fused, "pack", full)
+        llm = assert_stock_and(False, model)
+    assert "can't allocate" in caplog.text
+    llm.weights_changed()  # which is looked at anew
+    assert is_fused(llm)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16], ids=str)
+def test_whatever_dtype_torch_makes_by_default(kind: torch.dtype) -> None:
+    model, batch = zoo.fresh("qwen3"), prompts()[:3]
+    want = [alone(model, p) for p in batch]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        llm = make(model)
+        got = generate(llm, batch)
+    finally:
+        torch.set_default_dtype(before)
+    assert got == want
+    assert is_fused(llm)
+
+
+def test_a_class_that_was_changed_is_seen_once_it_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.fresh("llama")
+    llm = assert_stock_and(True, model)
+    mlp = type(model.model.layers[0].mlp)
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp, "forward", lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x)))
+        llm.weights_changed()
+        assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
+        assert not is_fused(llm)
+    llm.weights_changed()
+    assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
+    assert is_fused(llm)
+
+
+def test_a_config_that_was_changed_is_looked_at_without_being_told() -> None:
+    model = zoo.fresh("llama")
+    llm = assert_stock_and(True, model)
+    model.config.clip_qkv = 1e4
+    assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
+    assert not is_fused(llm)
+
+
+@pytest.mark.parametrize("block_size", [32, 256])
+def test_blocks_of_other_sizes(block_size: int) -> None:
+    assert_stock_and(True, zoo.fresh("llama"), block_size=block_size)
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+def test_a_model_that_went_elsewhere_ends_the_call_with_the_way_out(optimize: bool) -> None:
+    model = zoo.fresh("llama")
+    llm = make(model, optimize=optimize)
+    model.to("meta")
+    with pytest.raises(hf_paged.UnsupportedError, match="make a new engine"):
+        llm.generate(prompts()[0], GREEDY, use_tqdm=False)
+
+
+# -- under generate() ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each time that a model's weights were packed."""
+    made, found = ModelRunner._made_fused, []
+
+    def counted(self: ModelRunner) -> FusedDecoder:
+        found.append(None)
+        return made(self)
+
+    monkeypatch.setattr(ModelRunner, "_made_fused", counted)
+    return found
+
+
+def test_calls_in_several_threads_pack_once(packings: list[None]) -> None:
+    model, batch = zoo.fresh("llama"), left_padded([11, 7, 19])
+    want = stock(model, **batch, max_new_tokens=12)
+    found: list[Any] = []
+    with registered(block_size=16):
+        start = threading.Barrier(4)
+
+        def call() -> None:
+            start.wait()
+            found.append(paged(model, **batch, max_new_tokens=12))
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(out, want) for out in found)
+    assert len(packings) == 1
+
+
+def test_calls_with_and_without_share_one_pool(packings: list[None]) -> None:
+    model, batch = zoo.fresh("llama"), left_padded([11, 7, 19])
+    want = stock(model, **batch, max_new_tokens=12)
+    with registered(block_size=16):
+        for optimize in (False, True, False, True):
+            hits = hf_paged.cache_stats(model).hit_tokens
+            out = paged(model, **batch, max_new_tokens=12, cache_config={"optimize": optimize})
+            assert torch.equal(out, want)
+            stats = hf_paged.cache_stats(model)
+            assert (stats.hit_tokens > hits) == (stats.calls > 1), "the pool stays"
+            assert (stats.packed_bytes > 0) == (stats.calls > 1)
+    assert len(packings) == 1
+
+
+def test_a_call_without_runs_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = zoo.fresh("llama"), left_padded([11, 7, 19])
+    calls: list[None] = []
+    run = FusedDecoder.__call__
+    monkeypatch.setattr(FusedDecoder, "__call__", lambda *args: (calls.append(None), run(*args))[1])
+    with registered(block_size=16):
+        for optimize in (True, False):
+            calls.clear()
+            paged(model, **batch, max_new_tokens=4, cache_config={"optimize": optimize})
+            assert bool(calls) is optimize
+
+
+def test_calls_side_by_side_have_states_of_their_own() -> None:
+    """Each step of one waits for a step of the other, and their requests have the same names."""
+    model = zoo.build("mamba2")
+    batches = [ids(2, 9, seed=seed) for seed in (1, 2)]
+    want = [stock(model, b, attention_mask=torch.ones_like(b), max_new_tokens=8) for b in batches]
+    turn = threading.Barrier(2, timeout=30)
+
+    def meet(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        turn.wait()
+        return scores
+
+    found: dict[int, Any] = {}
+    with registered(block_size=16):
+        paged(
+            model,
+            batches[0],
+            attention_mask=torch.ones_like(batches[0]),
+            max_new_tokens=2,
+            cache_config={"engine": True},
+        )
+
+        def call(i: int) -> None:
+            found[i] = paged(
+                model, batches[i], attention_mask=torch.ones_like(batches[i]), max_new_tokens=8,
+                logits_processor=[meet], cache_config={"engine": True},
+            )  # fmt: skip
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(found[i], want[i]) for i in range(2))
+
+
+def test_the_right_amount_is_set_aside_beside_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged.cache.pool.free_memory", lambda device: 1 << 20)
+    for name in ("llama", "qwen3_moe", "phi3"):
+        llm = make(zoo.build(name), num_blocks=None, memory="50%")
+        packed = llm.stats()["packed_bytes"]
+        assert 0.6 * packed <= llm.core.runner.pool.set_aside <= packed, name
