@@ -252,5 +252,5 @@ def _runner(call: Call) -> ModelRunner:
                 kv.no_engine = str(error)
                 raise UnsupportedError(f"trying the model out failed: {error}") from error
             kv.runner = known
-        known.refresh()
-        return known
+    known.refresh()  # which waits for a step of other calls, and those may want the lock
+    return known

@@ -164,8 +164,8 @@ class ModelRunner:
     def refresh(self) -> None:
         """Look whether modules of the model were exchanged (an adapter was added, say), and follow."""
         model = self._model()
-        if model is not None and not same_structure(model, self.view):
-            with self._lock:
+        with self._lock:  # while the model is tried out, its view differs
+            if model is not None and not same_structure(model, self.view):
                 self.view, self._fused, self._fused_for, self._refused = view_of(model), None, None, set()
 
     def _will_pack(self) -> int:

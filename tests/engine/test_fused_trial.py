@@ -82,6 +82,18 @@ def test_one_unusual_layer_of_a_real_model_in_bfloat16(
     assert not is_fused(LLM(model, num_blocks=16))
 
 
+@pytest.mark.model
+@pytest.mark.parametrize("on_the_way", [True, False])
+def test_a_real_model_loaded_in_bfloat16_is_accepted(on_the_way: bool) -> None:
+    """Its rotary frequencies stay in float32, where those of a model that is converted are rounded."""
+    from hf_paged.model.loader import load
+
+    model = load("demo", dtype=torch.bfloat16)[0] if on_the_way else load("demo", dtype=torch.float32)[0].bfloat16()
+    frequencies = dict(model.named_buffers())["model.rotary_emb.inv_freq"]
+    assert (frequencies.dtype == torch.float32) is on_the_way
+    assert is_fused(LLM(model, num_blocks=16))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_a_layer_that_treats_some_tokens_in_another_way(
@@ -169,7 +181,7 @@ class Extended(nn.Module):
 
 def test_an_mlp_with_another_part_runs_as_it_is() -> None:
     model = zoo.fresh("llama")
-    model.model.layers[1].mlp = Extended(model.model.layers[1].mlp)
+    model.model.layers[1].mlp = Extended(model.model.layers[1].mlp).eval()
     llm = assert_stock_and(True, model)
     assert [layer.gate_up is None for layer in llm.core.runner._fused.layers] == [False, True, False]
 
@@ -181,11 +193,13 @@ def test_a_norm_of_whole_queries_and_none_of_keys() -> None:
     assert_stock_and(False, model)
 
 
-def test_a_bias_that_is_spread_over_all_outputs() -> None:
+def test_a_bias_that_is_spread_over_all_outputs(caplog: pytest.LogCaptureFixture) -> None:
     model = zoo.fresh("llama")
     for layer in model.model.layers:
         layer.self_attn.o_proj.bias = nn.Parameter(torch.full((1,), 0.1))
-    assert_stock_and(False, model)
+    with caplog.at_level(logging.INFO, "hf_paged"):
+        assert_stock_and(False, model)
+    assert "the bias of a projection is of shape [1]" in caplog.text, "refused before it is read beyond its end"
 
 
 @pytest.mark.parametrize("where", ["layer", "attention", "mlp"])
