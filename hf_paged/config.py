@@ -69,7 +69,8 @@ class CacheConfig:
             ``num_blocks``, else at most 1 GiB. Prefixes give way to running requests in any case.
         attention_backend: "auto", the name of a backend ("cpu", "torch"), or "gather" for the model's own
             attention on gathered keys and values, bit-identical to the default cache.
-        optimize: see EngineConfig; for calls that run on the engine.
+        optimize: see EngineConfig; for calls that run on the engine. Packed copies stay for later calls, until
+            ``clear(model)``.
         salt: any text; prefixes are shared only among calls with the same salt.
         engine: run ``generate()`` on the continuous-batching engine: rows are computed without padding and leave when
             they are done, and when memory is short some wait for others. None: where the result is certain to be the

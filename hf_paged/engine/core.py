@@ -366,6 +366,7 @@ class EngineCore:
     def weights_changed(self) -> None:
         """Forget every prefix, whatever the weights look like; running requests are computed anew."""
         self._watch.changed()
+        self.runner.reconsider()
         self.look_at_weights()
 
 

@@ -190,6 +190,8 @@ def weights_changed(model: Any) -> None:
     kv = known(model)
     if kv is not None:
         kv.watch.changed()
+        if kv.runner is not None:
+            kv.runner.reconsider()
 
 
 def check_invariants(model: Any) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from hf_paged.attention.backends import cpu_native
 from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
+from hf_paged.errors import UnsupportedError
 from hf_paged.kernels import cpu
 from hf_paged.kernels.cpu.decoder import PANEL, Decoder, DecoderLayer, Norm, PackedLinear, pack, pack_gated
 
@@ -33,8 +34,8 @@ _PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 #: and beyond that, of all that is added to a token, as a share: of most tokens, and of any. A token may attend to one
 #: of two others by a hair's breadth
-_ALLOWED = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (0.03, 0.5)}
-_MOST = 0.8
+_ALLOWED = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (0.04, 0.5)}
+_MOST = 0.9
 #: settings that change nothing before numbers are large
 _LIMITS = ("final_logit_softcapping", "clip_qkv")
 _LIMIT = re.compile(r"limit|clip|clamp|cap(?:ping)?(?:_|$)", re.IGNORECASE)
@@ -42,14 +43,14 @@ _LIMIT = re.compile(r"limit|clip|clamp|cap(?:ping)?(?:_|$)", re.IGNORECASE)
 _LEAST_POSITIONS = 256
 
 
-class UnusualBuildError(Exception):
-    """The model is not of the usual build; the message says in what. It ends with whoever asked for a FusedDecoder."""
+class UnusualBuildError(UnsupportedError):
+    """The model is not of the usual build; the message says in what. Whoever asked for a FusedDecoder does without."""
 
 
 @dataclass
 class Seen:
-    """What a forward of the model's own fed to a layer and got from it, float32 ``[tokens, hidden]``; and the same of
-    its MLP, for each time that it was called."""
+    """What a forward of the model's own fed to a layer and got from it, float32 ``[tokens, hidden]``; and for each time
+    that its MLP was called what that was fed, as it was, and gave, float32 ``[tokens, hidden]``."""
 
     hidden: torch.Tensor | None = None
     output: torch.Tensor | None = None
@@ -71,12 +72,12 @@ class Parts:
     @property
     def packable_bytes(self) -> int:
         """Bytes of the weights that a FusedDecoder packs."""
-        modules: list[Any] = [self.head]
+        packed: list[nn.Module] = [self.head]
         for layer in self.layers:
-            mlp: Any = getattr(layer, "mlp", None)
-            modules += [layer.self_attn] if hasattr(layer, "self_attn") else []
-            modules += [mlp] if mlp is not None and _gate_of(mlp) is not None else []
-        linears = {m for module in modules for m in module.modules() if type(m) is nn.Linear}
+            attention, mlp = (getattr(layer, name, None) for name in ("self_attn", "mlp"))
+            packed += [attention] if isinstance(attention, nn.Module) else []
+            packed += [mlp] if isinstance(mlp, nn.Module) and _gate_of(mlp) is not None else []
+        linears = {m for module in packed for m in module.modules() if type(m) is nn.Linear}
         return sum(p.nbytes for linear in linears for p in linear.parameters())
 
     @classmethod
@@ -138,9 +139,9 @@ def _noting_mlp(mlp: nn.Module, seen: Seen) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             raise UnusualBuildError("its MLPs are fed more than one tensor")
-        rows = args[0].detach().float().reshape(-1, args[0].shape[-1]).clone()
+        fed = args[0].detach().clone()
         output = forward(*args)
-        seen.mlp.append((rows, _rows(output).clone()))
+        seen.mlp.append((fed, _rows(output).clone()))
         return output
 
     return noting
@@ -233,8 +234,11 @@ class FusedDecoder:
                 raise UnusualBuildError(f"its blocks are of the backend {kv.backend!r} and hold {kv.spec}")
             addresses = cpu_native.addresses(kv, params)
             bound.append(dataclasses.replace(layer, kv=addresses[0], params=addresses[1], keep=kv))
-        self._decoder = Decoder(
-            bound, hidden=self.hidden, heads=self._heads, kv_heads=self._spec.num_kv_heads,
+        self._decoder = self._made(bound)
+
+    def _made(self, layers: Sequence[DecoderLayer]) -> Decoder:
+        return Decoder(
+            layers, hidden=self.hidden, heads=self._heads, kv_heads=self._spec.num_kv_heads,
             head_dim=self._spec.head_dim, rotary_dim=self.rotary_dim, dtype=self.dtype,
         )  # fmt: skip
 
@@ -311,9 +315,11 @@ class FusedDecoder:
         want: torch.Tensor,
     ) -> str | None:  # fmt: skip
         """Where it computes something else than was shown."""
+        assert self._decoder is not None
         rotary = self._tables(positions)  # not by way of tables up to the largest position
+        halves = self._made([dataclasses.replace(layer, gate_up=None, down=None) for layer in self._decoder.layers])
         for i, seen in enumerate(shown):
-            reason = self._layer_difference(i, seen, metadata, rotary)
+            reason = self._layer_difference(i, seen, halves, metadata, rotary)
             if reason is not None:
                 return f"layer {i} {reason}"
         x = self._embedded(ids)
@@ -327,30 +333,36 @@ class FusedDecoder:
         return None if off <= 1 else f"its logits are something else ({off:.2g} times what is rounding)"
 
     def _layer_difference(
-        self, index: int, seen: Seen, metadata: AttentionMetadata, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> str | None:
+        self, index: int, seen: Seen, halves: Decoder, metadata: AttentionMetadata,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> str | None:  # fmt: skip
+        """``halves`` are the layers up to where their MLPs begin."""
         fed, gave = seen.hidden, seen.output
         assert fed is not None
         assert gave is not None
         if len(seen.mlp) != 1:
             return f"calls its MLP {len(seen.mlp)} times"
-        (mlp_fed, mlp_gave), normed = seen.mlp[0], []
-
-        def recorded(_: int, rows: torch.Tensor) -> torch.Tensor:
-            normed.append(rows.float())
-            return mlp_gave
-
+        mlp_fed, mlp_gave = seen.mlp[0]
+        if mlp_fed.shape != (1, *fed.shape) or mlp_fed.dtype != self.dtype or mlp_gave.shape != fed.shape:
+            return f"feeds {mlp_fed.dtype} {list(mlp_fed.shape)} to its MLP, which gives {list(mlp_gave.shape)}"
+        added, size = self._after_mlp(index, mlp_gave), torch.maximum(fed.abs(), gave.abs())
         x = fed.clone()
-        # an MLP of the model's own is not run again: it may choose its experts by numbers that are rounded
-        self._run(x, metadata, rotary, index, index + 1, recorded)
-        change = gave - fed
-        for rows in normed:
-            change = change - self._after_mlp(index, mlp_gave)
-            off = self._off(rows, mlp_fed, mlp_fed, mlp_fed.abs())
-            if not off <= 1:
-                return f"feeds something else to its MLP ({off:.2g} times what is rounding)"
-        off = self._off(x, gave, change, torch.maximum(fed.abs(), gave.abs()))
-        return None if off <= 1 else f"computes something else ({off:.2g} times what is rounding)"
+        halves.decode(x, *rotary, cpu_native.batch_address(metadata), metadata.slot_mapping, index, index + 1)
+        middle, normed = gave - added, mlp_fed[0].float()
+        off = {"attention": self._off(x, middle, middle - fed, torch.maximum(size, added.abs()))}
+        rows = halves.project(self.layers[index].before_mlp, None, x).float()
+        off["norm before its MLP"] = self._off(rows, normed, normed, normed.abs())
+        if self.layers[index].gate_up is None:
+            # on just what it was fed: it may choose its experts by numbers that are rounded
+            off["MLP"] = self._off(self._own_mlp(index, mlp_fed[0]), mlp_gave, mlp_gave, mlp_gave.abs())
+        else:
+            x = fed.clone()
+            self._run(x, metadata, rotary, index, index + 1)
+            off["MLP"] = self._off(x, gave, gave - fed, size)
+        for part, times in off.items():
+            if not times <= 1:
+                return f"computes something else in its {part} ({times:.2g} times what is rounding)"
+        return None
 
     def _off(self, got: torch.Tensor, want: torch.Tensor, change: torch.Tensor, size: torch.Tensor) -> float:
         """How far ``got`` is off, beyond the rounding of numbers as large as ``size``, as a share of ``change``, the
@@ -382,15 +394,24 @@ class FusedDecoder:
         return self._decoder.project(self._norm, self._head, x)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.parts.embed(ids)  # somebody's own module may keep what it returns
-        return rows.clone() if rows.dtype == torch.float32 else rows.float()
+        rows: torch.Tensor = self.parts.embed(ids)
+        if rows.shape != (len(ids), self.hidden) or rows.device.type != "cpu":
+            raise UnsupportedError(
+                f"the embeddings of {len(ids)} tokens are now {list(rows.shape)} on {rows.device}: make a new engine "
+                "after changing a model's device or sizes"
+            )
+        # somebody's own module may keep what it returns
+        return (
+            rows.clone(memory_format=torch.contiguous_format)
+            if rows.dtype == torch.float32
+            else rows.float().contiguous()
+        )
 
     def _run(
         self, x: torch.Tensor, metadata: AttentionMetadata, rotary: tuple[torch.Tensor, torch.Tensor], first: int,
-        last: int, mlp: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+        last: int,
     ) -> None:  # fmt: skip
-        """Layers ``first`` to ``last - 1`` on ``x``, in place. ``mlp`` gives the output, float32 ``[tokens, hidden]``,
-        of MLPs that are the model's own."""
+        """Layers ``first`` to ``last - 1`` on ``x``, in place."""
         decoder = self._decoder
         assert decoder is not None
         cos, sin = rotary
@@ -401,7 +422,7 @@ class FusedDecoder:
             layer = self.layers[end - 1]
             if layer.gate_up is None:
                 normed = decoder.project(layer.before_mlp, None, x)
-                x += self._after_mlp(end - 1, (mlp or self._own_mlp)(end - 1, normed))
+                x += self._after_mlp(end - 1, self._own_mlp(end - 1, normed))
             first = end
 
     def _own_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
@@ -418,13 +439,17 @@ class FusedDecoder:
         """Cosines and sines, float32 ``[tokens, rotary_dim]``, of positions below ``longest``."""
         if longest > len(self._cos):
             length = max(_LEAST_POSITIONS, 1 << (longest - 1).bit_length())
-            self._cos, self._sin = self._tables(torch.arange(length))
+            self._cos, self._sin = self._tables(torch.arange(length, device="cpu"))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same from the model's own module."""
-        found = _asked(self.parts.rotary, torch.empty(1, 1, 1, **_PLAIN), position_ids=positions[None])
+        x = torch.empty(1, 1, 1, **_PLAIN).expand(1, len(positions), self.hidden)  # of which it may read the shape
+        found = _asked(self.parts.rotary, x, position_ids=positions[None])
         cos, sin = (torch.cat([t[0], t[0]], -1) if self._doubled else t[0] for t in found)
+        for table in (cos, sin):
+            if table.shape != (len(positions), self.rotary_dim) or table.device.type != "cpu":
+                raise UnusualBuildError(f"its rotary tables of {len(positions)} positions are {list(table.shape)}")
         return cos.float().contiguous(), sin.float().contiguous()
 
 

@@ -121,8 +121,9 @@ class ModelRunner:
         #: the model by the native decoder, and the weights that it has packed
         self._fused: FusedDecoder | None = None
         self._fused_for: tuple[Any, ...] | None = None
-        #: with which weights the model was found not to be of the usual build
-        self._refused: set[tuple[Any, ...]] = set()
+        #: with what else than weights the model was found not to be of the usual build, and with which packing failed
+        self._refused: frozenset[tuple[Any, ...]] = frozenset()
+        self._failed: tuple[Any, ...] | None = None
         #: whether prompts can be computed in pieces; bytes of one state of recurrent layers
         self.continues, self.state_bytes = True, 0
         try:
@@ -166,7 +167,8 @@ class ModelRunner:
         model = self._model()
         with self._lock:  # while the model is tried out, its view differs
             if model is not None and not same_structure(model, self.view):
-                self.view, self._fused, self._fused_for, self._refused = view_of(model), None, None, set()
+                self.view, self._fused, self._fused_for = view_of(model), None, None
+                self.reconsider()
 
     def _will_pack(self) -> int:
         """Bytes of weights that will be packed, as far as can be told without trying."""
@@ -174,7 +176,7 @@ class ModelRunner:
             return 0
         try:
             return Parts.of(self.view).packable_bytes
-        except UnusualBuildError:
+        except Exception:  # as in _follow, where the reason is told
             return 0
 
     @property
@@ -189,6 +191,10 @@ class ModelRunner:
         module by module."""
         with self._lock:
             self._follow(epoch)
+
+    def reconsider(self) -> None:
+        """Try the native decoder out again, whatever was found before."""
+        self._refused, self._failed = frozenset(), None
 
     def for_call(self, epoch: tuple[Any, ...] | None, optimize: bool) -> ModelRunner:
         """The same runner for a call that has requests, and states of them, of its own, while other calls follow other
@@ -207,16 +213,17 @@ class ModelRunner:
             return
         # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
         self._fused = self._fused_for = None
-        if epoch is None or epoch in self._refused:
+        if epoch is None or epoch[1:] in self._refused or epoch == self._failed:
             return
         start = time.perf_counter()
         try:
             fused = self._made_fused()
-        except Exception as error:  # models may be anybody's code, and memory short: there is another way to run them
-            self._refused = {refused for refused in self._refused if refused[0] == epoch[0]} | {epoch}
-            level = logging.INFO if isinstance(error, UnusualBuildError) else logging.WARNING
-            why = error if isinstance(error, UnusualBuildError) else f"packing its weights failed ({error!r})"
-            logger.log(level, "engine: the model runs module by module: %s", why)
+        except UnusualBuildError as error:
+            self._refused |= {epoch[1:]}  # other weights will hardly make it usual
+            logger.info("engine: the model runs module by module: %s", error)
+        except Exception as error:  # a model may be anybody's code, and memory short: there is another way to run it
+            self._failed = epoch
+            logger.warning("engine: the model runs module by module: packing its weights failed (%r)", error)
         else:
             self._fused, self._fused_for = fused, epoch
             took, size = time.perf_counter() - start, fused.nbytes / (1 << 20)

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +28,33 @@ from tests.regressions.helpers import ids, left_padded, paged, registered, stock
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernels are not built")
 
 
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is refused here is refused for a reason, and not because something went wrong."""
+    caplog.set_level(logging.INFO, "hf_paged")
+    yield caplog
+    assert "packing its weights failed" not in caplog.text
+
+
 def assert_stock_and(expected: bool, model: Any, **options: Any) -> LLM:
     """Tokens are stock's, on the native decoder or not."""
     llm = make(model, **options)
     assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
     assert is_fused(llm) is expected
     return llm
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each time that a model's weights were packed."""
+    made, found = ModelRunner._made_fused, []
+
+    def counted(self: ModelRunner) -> FusedDecoder:
+        found.append(None)
+        return made(self)
+
+    monkeypatch.setattr(ModelRunner, "_made_fused", counted)
+    return found
 
 
 # -- what is computed ----------------------------------------------------------------------------------------------
@@ -70,7 +91,10 @@ def softer(stock: Forward, layer_idx: int) -> Forward:
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("twist", "layer_idx"),
-    [(unrotated, 0), (unrotated, 12), (unrotated, 29), (skipped, 0), (skipped, 29), (softer, 0), (softer, 12)],
+    [
+        *[(twist, layer_idx) for twist in (unrotated, skipped) for layer_idx in (0, 29)],
+        *[(softer, layer_idx) for layer_idx in (0, 12, 25, 29)],
+    ],
 )
 def test_one_unusual_layer_of_a_real_model_in_bfloat16(
     twist: Any, layer_idx: int, smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
@@ -109,7 +133,7 @@ def test_a_layer_that_treats_some_tokens_in_another_way(
         found = stock_forward(self, *args, **kwargs)
         if self.layer_idx != 1:
             return found
-        factor = torch.where(kwargs["position_ids"] % 3 == 2, 0.5, 1.0)[..., None]
+        factor = torch.where(kwargs["position_ids"] % 6 == 2, 0.5, 1.0)[..., None]
         return found[0] * factor.to(found[0].dtype), *found[1:]
 
     monkeypatch.setattr(attention, "forward", forward)
@@ -144,6 +168,71 @@ def test_a_layer_that_uses_its_own_mlp_in_another_way(
     assert is_fused(make(model))
     monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
     assert not is_fused(make(model))
+
+
+class Doubled(nn.Module):
+    """An MLP that is computed in another precision than the rest."""
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+        self.inner = old.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Rows(nn.Module):
+    """An MLP that knows no batches."""
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+        self.inner = old
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, width = x.shape
+        return self.inner(x).view(rows, width)
+
+
+def feeds_double(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden = hidden_states + hidden
+    return hidden + self.mlp(self.post_attention_layernorm(hidden).double()).to(hidden.dtype)
+
+
+def feeds_rows(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden = hidden_states + hidden
+    return hidden + self.mlp(self.post_attention_layernorm(hidden)[0])[None]
+
+
+@pytest.mark.parametrize(("kind", "forward"), [(Doubled, feeds_double), (Rows, feeds_rows)])
+def test_an_mlp_that_is_called_in_another_way_than_ours(
+    kind: Any, forward: Any, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    model = zoo.fresh("llama")
+    for layer in model.model.layers:
+        layer.mlp = kind(layer.mlp)
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
+    llm = make(model)
+    assert "to its MLP" in told.text
+    batch = [[*p, *p][:12] for p in prompts()[:2]]
+    assert generate(llm, batch) == generate(make(model, optimize=False), batch)
+
+
+def test_rotary_tables_that_depend_on_what_is_rotated(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    model = zoo.fresh("llama")
+    kind = type(model.model.rotary_emb)
+    stock_forward = kind.forward
+
+    def one_row(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        found = stock_forward(self, x, position_ids)
+        return found if x.is_contiguous() else tuple(table[:, :1] for table in found)
+
+    monkeypatch.setattr(kind, "forward", one_row)
+    assert_stock_and(False, model)
+    assert "its rotary tables of" in told.text
 
 
 # -- what it is made of --------------------------------------------------------------------------------------------
@@ -184,6 +273,36 @@ def test_an_mlp_with_another_part_runs_as_it_is() -> None:
     model.model.layers[1].mlp = Extended(model.model.layers[1].mlp).eval()
     llm = assert_stock_and(True, model)
     assert [layer.gate_up is None for layer in llm.core.runner._fused.layers] == [False, True, False]
+
+
+def without_attention(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.self_attn = None
+    forward = type(layer).forward
+
+    def only_mlp(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if self.self_attn is not None:
+            return forward(self, hidden_states, **kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    type(layer).forward = only_mlp
+
+
+def test_a_layer_whose_attention_was_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.fresh("llama")
+    kind = type(model.model.layers[0])
+    monkeypatch.setattr(kind, "forward", kind.forward)  # so that it comes back
+    without_attention(model)
+    assert generate(make(model), prompts()[:2]) == generate(make(model, optimize=False), prompts()[:2])
+
+
+def test_an_mlp_that_is_no_module() -> None:
+    model = zoo.fresh("llama")
+    layer = model.model.layers[1]
+    mlp = layer.mlp
+    del layer.mlp
+    layer.mlp = lambda x: mlp(x)
+    assert_stock_and(False, model)
 
 
 def test_a_norm_of_whole_queries_and_none_of_keys() -> None:
@@ -254,22 +373,22 @@ def other_sinks(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "reason"),
     [
-        pytest.param(sized("q_proj", "self_attn", (32, 40)), id="q"),
-        pytest.param(sized("v_proj", "self_attn", (31, 16)), id="v"),
-        pytest.param(sized("o_proj", "self_attn", (32, 31)), id="o"),
-        pytest.param(sized("o_proj", "self_attn", (64, 32)), id="o reads more"),
-        pytest.param(sized("gate_proj", "mlp", (32, 80)), id="gate"),
-        pytest.param(sized("down_proj", "mlp", (80, 32)), id="down reads more"),
-        pytest.param(sized("down_proj", "mlp", (48, 64)), id="down gives more"),
-        pytest.param(sized("lm_head", "", (64, zoo.VOCAB)), id="head"),
-        scaled_norm,
-        mixed,
-        other_sinks,
+        (sized("q_proj", "self_attn", (32, 40)), r"qkv of layer 1 is \(72, 32\)"),
+        (sized("v_proj", "self_attn", (31, 16)), "Sizes of tensors must match"),
+        (sized("o_proj", "self_attn", (32, 31)), r"o of layer 1 is \(31, 32\)"),
+        (sized("o_proj", "self_attn", (64, 32)), r"o of layer 1 is \(32, 64\)"),
+        (sized("gate_proj", "mlp", (32, 80)), "must match"),
+        (sized("down_proj", "mlp", (80, 32)), "gate_up of layer 1 is"),
+        (sized("down_proj", "mlp", (48, 64)), r"down of layer 1 is \(64, 48\)"),
+        (sized("lm_head", "", (64, zoo.VOCAB)), "its head reads 64 numbers of 32"),
+        (scaled_norm, "of another size"),
+        (mixed, "its weights are torch.bfloat16, torch.float32"),
+        (other_sinks, r"layer 1 has sinks of shape \[3\]"),
     ],
 )
-def test_sizes_that_the_kernels_would_read_beyond(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_the_kernels_would_read_beyond(change: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with such sizes cannot run at all, so it is shown only to what checks them."""
     shown: list[Any] = []
 
@@ -292,10 +411,8 @@ def test_sizes_that_the_kernels_would_read_beyond(change: Any, monkeypatch: pyte
         parts.seen = seen
         FusedDecoder(parts, params, spec)
 
-    with pytest.raises((UnusualBuildError, RuntimeError)) as raised:
+    with pytest.raises((UnusualBuildError, RuntimeError), match=reason):
         again()
-    if isinstance(raised.value, RuntimeError):
-        assert "size" in str(raised.value)  # torch, when it lays weights side by side
 
 
 # -- what goes wrong in it -----------------------------------------------------------------------------------------
@@ -313,6 +430,7 @@ def test_weights_that_do_not_fit_into_memory_twice(
         patch.setattr(fused, "pack", full)
         llm = assert_stock_and(False, model)
     assert "can't allocate" in caplog.text
+    caplog.clear()
     llm.weights_changed()  # which is looked at anew
     assert is_fused(llm)
 
@@ -359,29 +477,41 @@ def test_blocks_of_other_sizes(block_size: int) -> None:
     assert_stock_and(True, zoo.fresh("llama"), block_size=block_size)
 
 
+def narrowed(model: Any) -> None:
+    model.model.embed_tokens.weight = nn.Parameter(torch.randn(zoo.VOCAB, 31))
+
+
 @pytest.mark.parametrize("optimize", [True, False])
-def test_a_model_that_went_elsewhere_ends_the_call_with_the_way_out(optimize: bool) -> None:
+@pytest.mark.parametrize("change", [lambda model: model.to("meta"), narrowed], ids=["meta", "narrowed"])
+@pytest.mark.parametrize("running", [True, False])
+def test_a_model_that_becomes_another_one_ends_the_call(change: Any, running: bool, optimize: bool) -> None:
+    """Also where nobody looks at weights, while requests run."""
     model = zoo.fresh("llama")
     llm = make(model, optimize=optimize)
-    model.to("meta")
-    with pytest.raises(hf_paged.UnsupportedError, match="make a new engine"):
-        llm.generate(prompts()[0], GREEDY, use_tqdm=False)
+    stream = llm.stream(prompts()[0], GREEDY)
+    if running:
+        next(stream)
+    change(model)
+    with pytest.raises((hf_paged.UnsupportedError, RuntimeError), match=r"make a new engine|size of tensor"):
+        list(stream)
+    assert not llm.core.has_work
+
+
+def test_a_model_found_unusual_is_not_packed_again_for_other_weights(packings: list[None]) -> None:
+    model = zoo.fresh("llama")
+    model.model.layers[1].clip_value = 1e4
+    llm = make(model)
+    for _ in range(3):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.5)
+        assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert len(packings) == 1
+    del model.model.layers[1].clip_value
+    generate(llm, prompts()[:2])
+    assert len(packings) == 2 and is_fused(llm)
 
 
 # -- under generate() ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def packings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One for each time that a model's weights were packed."""
-    made, found = ModelRunner._made_fused, []
-
-    def counted(self: ModelRunner) -> FusedDecoder:
-        found.append(None)
-        return made(self)
-
-    monkeypatch.setattr(ModelRunner, "_made_fused", counted)
-    return found
 
 
 def test_calls_in_several_threads_pack_once(packings: list[None]) -> None:
@@ -403,6 +533,27 @@ def test_calls_in_several_threads_pack_once(packings: list[None]) -> None:
     assert len(found) == 4
     assert all(torch.equal(out, want) for out in found)
     assert len(packings) == 1
+
+
+def test_a_look_at_the_model_while_it_is_tried_out_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.fresh("llama")
+    found = make(model).core.runner
+    view, watching = found.view, fused.Parts.watching
+    others: list[threading.Thread] = []
+
+    def watched(self: Any, run: Any) -> Any:
+        def run_beside() -> Any:
+            others.append(threading.Thread(target=found.refresh))
+            others[-1].start()
+            others[-1].join(0.2)
+            return run()
+
+        return watching(self, run_beside)
+
+    monkeypatch.setattr(fused.Parts, "watching", watched)
+    found.follow_weights((("weights", 99), ("else", 1)))
+    others[0].join()
+    assert found.view is view and found.packed_bytes > 0
 
 
 def test_calls_with_and_without_share_one_pool(packings: list[None]) -> None:

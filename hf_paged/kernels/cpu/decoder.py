@@ -225,11 +225,12 @@ class Decoder:
             name: torch.zeros(rows, width, dtype=torch.float32 if name == "y" else self.dtype, device="cpu")
             for name, width in self._widths.items()
         }
-        # all at once, and only now: where memory ended on the way, shorter calls go on with what there was
-        self._buffers, self._rows = buffers, rows
+        # only now: where memory ended on the way, shorter calls go on with what there was
+        self._rows = 0
         for name, buffer in buffers.items():
             setattr(self._work, name, buffer.data_ptr())
         self._project.a = self._work.a
+        self._buffers, self._rows = buffers, rows
 
     def decode(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: int, slots: torch.Tensor, first: int,
