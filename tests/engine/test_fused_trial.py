@@ -450,12 +450,18 @@ def test_whatever_dtype_torch_makes_by_default(kind: torch.dtype) -> None:
     assert is_fused(llm)
 
 
-def test_a_class_that_was_changed_is_seen_once_it_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["class", "function"])
+def test_code_that_was_changed_is_seen_once_it_was_said(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.fresh("llama")
     llm = assert_stock_and(True, model)
     mlp = type(model.model.layers[0].mlp)
     with monkeypatch.context() as patch:
-        patch.setattr(mlp, "forward", lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x)))
+        if what == "class":
+            patch.setattr(
+                mlp, "forward", lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+            )
+        else:
+            patch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *args: (q, k))
         llm.weights_changed()
         assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
         assert not is_fused(llm)
