@@ -231,6 +231,7 @@ def _runner(call: Call) -> ModelRunner:
     kv, cache = call.kv, call.cache
     assert kv is not None
     assert cache is not None
+    assert call.config is not None
     shared = cache.state.shared
     with kv.lock:
         if kv.no_engine is not None:
@@ -242,6 +243,7 @@ def _runner(call: Call) -> ModelRunner:
                     call.model,
                     block_size=shared.config.block_size,
                     attention_backend=shared.config.attention_backend,
+                    optimize=call.config.optimize,  # for what is set aside; else every call says so itself
                     pool=shared.pool,
                     join=shared.join,
                 )

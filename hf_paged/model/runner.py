@@ -30,7 +30,7 @@ from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
-from hf_paged.model.fused import FusedDecoder, Parts, UnusualBuildError
+from hf_paged.model.fused import DifferenceError, FusedDecoder, Parts, UnusualBuildError
 from hf_paged.model.packing import Probe, Work, flat_ids, pack, tables_of
 from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, static_rope_length, view_of
@@ -43,6 +43,8 @@ _BLOCKS_OF_NOTHING = 1 << 20
 _PROBE_LENGTHS = (9, 5)
 #: where a recurrent model's prompt is cut to see whether it can go on with several tokens
 _PIECES = (14, 17, 33)
+#: weights with which a model is tried out that seems to compute something else, before it is believed
+_TRIALS = 3
 #: tokens in a block, at most, where the native decoder is tried out
 _TRIAL_BLOCK = 16
 #: share of what a lost state costs that going on from one may differ by
@@ -121,8 +123,10 @@ class ModelRunner:
         #: the model by the native decoder, and the weights that it has packed
         self._fused: FusedDecoder | None = None
         self._fused_for: tuple[Any, ...] | None = None
-        #: with what else than weights the model was found not to be of the usual build, and with which packing failed
-        self._refused: frozenset[tuple[Any, ...]] = frozenset()
+        #: with what else than weights the model was found not to be of the usual build, how often its weights seemed to
+        #: be the reason, and with which packing failed
+        self._refused: set[tuple[Any, ...]] = set()
+        self._differences = 0
         self._failed: tuple[Any, ...] | None = None
         #: whether prompts can be computed in pieces; bytes of one state of recurrent layers
         self.continues, self.state_bytes = True, 0
@@ -190,11 +194,13 @@ class ModelRunner:
         about everything else (see WeightsWatch.namespace). What goes wrong in it is logged, and the model then runs
         module by module."""
         with self._lock:
-            self._follow(epoch)
+            if self._optimize:
+                self._follow(epoch)
 
     def reconsider(self) -> None:
         """Try the native decoder out again, whatever was found before."""
-        self._refused, self._failed = frozenset(), None
+        # another set, so that a trial which runs now does not count
+        self._refused, self._differences, self._failed = set(), 0, None
 
     def for_call(self, epoch: tuple[Any, ...] | None, optimize: bool) -> ModelRunner:
         """The same runner for a call that has requests, and states of them, of its own, while other calls follow other
@@ -209,17 +215,20 @@ class ModelRunner:
         return twin
 
     def _follow(self, epoch: tuple[Any, ...] | None) -> None:
-        if not self._optimize or not self.packed or epoch == self._fused_for:
+        if not self.packed or epoch == self._fused_for:
             return
         # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
         self._fused = self._fused_for = None
         if epoch is None or epoch[1:] in self._refused or epoch == self._failed:
             return
-        start = time.perf_counter()
+        start, refused = time.perf_counter(), self._refused
         try:
             fused = self._made_fused()
         except UnusualBuildError as error:
-            self._refused |= {epoch[1:]}  # other weights will hardly make it usual
+            self._failed = epoch
+            self._differences += isinstance(error, DifferenceError)
+            if not isinstance(error, DifferenceError) or self._differences >= _TRIALS:
+                refused.add(epoch[1:])  # other weights will hardly make it usual
             logger.info("engine: the model runs module by module: %s", error)
         except Exception as error:  # a model may be anybody's code, and memory short: there is another way to run it
             self._failed = epoch
