@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import time
@@ -151,7 +152,8 @@ async def run(model: Any, jobs: Sequence[Job], rule: Rule, **options: Any) -> Ru
             while not done.is_set():
                 stats = await asyncio.to_thread(llm.stats)
                 if gate.queue or stats["waiting"]:
-                    found.held.append(min(1.0, sum(alive.values()) / pool))
+                    if not any(job.beams for job in jobs):  # of a search one hears only at its end
+                        found.held.append(min(1.0, sum(alive.values()) / pool))
                     found.running.append(stats["running"])
                 await asyncio.sleep(SAMPLE_S)
 
@@ -245,15 +247,16 @@ def measure(question: str, contest: Contest, repeats: int) -> dict[str, dict[str
     print(f"\n{question}")
     best = medians[list(contest)[-1]]["tokens_per_second"]
     for name, figures in medians.items():
-        spread = [f["tokens_per_second"] for f in runs[name]]
+        spread, share = [f["tokens_per_second"] for f in runs[name]], figures["share_holding_tokens"]
+        held = "" if math.isnan(share) else f"{share:4.0%} of the pool hold tokens, "
         print(
             f"  {name:16} {figures['tokens_per_second']:7.0f} tokens/s ({min(spread):.0f}-{max(spread):.0f}), "
-            f"last is {best / figures['tokens_per_second']:4.2f}x; {figures['share_holding_tokens']:4.0%} hold tokens, "
+            f"last is {best / figures['tokens_per_second']:4.2f}x; {held}"
             f"{figures['requests_at_once']:5.1f} at once, {figures['hit_rate']:4.0%} of prompts cached, "
             f"{figures['preemptions']:.0f} preempted",
             flush=True,
         )
-    return medians
+    return {name: {k: v for k, v in figures.items() if not math.isnan(v)} for name, figures in medians.items()}
 
 
 def draw(found: dict[str, dict[str, dict[str, float]]], path: Path, title: str) -> None:
