@@ -102,7 +102,8 @@ class Gate:
 
 @dataclass
 class Run:
-    """What one run of a trace showed. ``held`` and ``running`` are sampled while requests waited."""
+    """What one run of a trace showed. ``held``, tokens of requests that have begun as a share of the pool, and ``running``
+    are sampled while requests waited."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -153,7 +154,7 @@ async def run(model: Any, jobs: Sequence[Job], rule: Rule, **options: Any) -> Ru
                 stats = await asyncio.to_thread(llm.stats)
                 if gate.queue or stats["waiting"]:
                     if not any(job.beams for job in jobs):  # of a search one hears only at its end
-                        found.held.append(min(1.0, sum(alive.values()) / pool))
+                        found.held.append(sum(alive.values()) / pool)
                     found.running.append(stats["running"])
                 await asyncio.sleep(SAMPLE_S)
 
@@ -206,13 +207,16 @@ def memory(model: Any, jobs: Sequence[Job]) -> Contest:
     }
 
 
+def _each_its_own(job: Job) -> int:
+    return job.width * (len(job.prompt) + job.out)
+
+
 def beams(model: Any, width: int, searching: bool) -> Contest:
     draw = random.Random(9)
     vocab = model.config.vocab_size
     jobs = [Job([draw.randrange(3, vocab) for _ in range(200)], 48, width, searching) for _ in range(12)]
-    own: Rule = lambda job: job.width * (len(job.prompt) + job.out)  # noqa: E731
     return {
-        "each its own": lambda: run(model, jobs, own, prefix_caching=False),
+        "each its own": lambda: run(model, jobs, _each_its_own, prefix_caching=False),
         "shared": lambda: run(model, jobs, RULES["paged"], prefix_caching=False),
     }
 
@@ -234,7 +238,7 @@ def overlap(model: Any, jobs: Sequence[Job]) -> Contest:
 
 
 def measure(question: str, contest: Contest, repeats: int) -> dict[str, dict[str, float]]:
-    """Medians of alternating runs, printed as a table; ratios are to the contestant before the last."""
+    """Medians of alternating runs, printed as a table; ratios are the last contestant's to each."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in contest}
     for repeat in range(repeats):
         order = list(contest) if repeat % 2 == 0 else list(reversed(contest))

@@ -13,154 +13,89 @@ another one when they change. The residual stream is fp32 whatever the model's d
 from __future__ import annotations
 
 import dataclasses
-import re
+import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_paged.attention.backends import cpu_native
 from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import UnsupportedError
-from hf_paged.kernels import cpu
-from hf_paged.kernels.cpu.decoder import PANEL, Decoder, DecoderLayer, Norm, PackedLinear, pack, pack_gated
+from hf_paged.kernels.cpu.decoder import Decoder, DecoderLayer, PackedLinear
+from hf_paged.model.parts import (
+    PLAIN,
+    DifferenceError,
+    Parts,
+    Seen,
+    UnusualBuildError,
+    asked,
+    layer_of,
+    norm_of,
+    rows_of,
+)
 
-_DTYPES = (torch.float32, torch.bfloat16)
-#: of tensors made here, whatever torch's defaults are
-_PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+logger = logging.getLogger("hf_paged")
+
+#: weights with which a model is tried out that seems to compute something else, before it is believed
+_TRIALS = 3
 #: what rounding may make of one number, as a share of it
 _ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 #: and beyond that, of all that is added to a token, as a share: of most tokens, and of any. A token may attend to one
 #: of two others by a hair's breadth. So what is wrong at few tokens only, by less than this, is not seen in bfloat16
 _ALLOWED = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (0.04, 0.5)}
 _MOST = 0.9
-#: settings that change nothing before numbers are large
-_LIMITS = ("final_logit_softcapping", "clip_qkv")
-_LIMIT = re.compile(r"limit|clip|clamp|cap(?:ping)?(?:_|$)", re.IGNORECASE)
 #: positions that rotary tables begin with
 _LEAST_POSITIONS = 256
 
 
-class UnusualBuildError(UnsupportedError):
-    """The model is not of the usual build; the message says in what. Whoever asked for a FusedDecoder does without."""
+class Native:
+    """The native decoder of a model's weights as they are, or what it was found not to be possible with.
 
+    Not thread-safe but for :meth:`reconsider`. A copy keeps the decoder that there is while this one follows.
+    """
 
-class DifferenceError(UnusualBuildError):
-    """It looks like it but gives other numbers, at least with these weights."""
+    def __init__(self) -> None:
+        self.decoder: FusedDecoder | None = None
+        self._packed: tuple[Any, ...] | None = None
+        #: with what else than weights the model was found not to be of the usual build, how often its weights seemed to
+        #: be the reason, and with which packing failed
+        self._refused: set[tuple[Any, ...]] = set()
+        self._differences = 0
+        self._failed: tuple[Any, ...] | None = None
 
+    def reconsider(self) -> None:
+        """Try it again, whatever was found before."""
+        # another set, so that a trial which runs now does not count
+        self._refused, self._differences, self._failed = set(), 0, None
 
-@dataclass
-class Seen:
-    """What a forward of the model's own fed to a layer and got from it, float32 ``[tokens, hidden]``; and for each time
-    that its MLP was called what that was fed, as it was, and gave, float32 ``[tokens, hidden]``."""
-
-    hidden: torch.Tensor | None = None
-    output: torch.Tensor | None = None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    mlp: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-
-@dataclass
-class Parts:
-    """A model's modules by what they are to the decoder."""
-
-    embed: nn.Embedding
-    layers: Sequence[nn.Module]
-    norm: nn.Module
-    rotary: nn.Module
-    head: nn.Linear
-    seen: list[Seen] = field(default_factory=list)
-
-    @property
-    def packable_bytes(self) -> int:
-        """Bytes of the weights that a FusedDecoder packs."""
-        packed: list[nn.Module] = [self.head]
-        for layer in self.layers:
-            attention, mlp = (getattr(layer, name, None) for name in ("self_attn", "mlp"))
-            packed += [attention] if isinstance(attention, nn.Module) else []
-            packed += [mlp] if isinstance(mlp, nn.Module) and _gate_of(mlp) is not None else []
-        linears = {m for module in packed for m in module.modules() if type(m) is nn.Linear}
-        return sum(p.nbytes for linear in linears for p in linear.parameters())
-
-    @classmethod
-    def of(cls, view: Any) -> Parts:
-        """Raises UnusualBuildError."""
-        reason = cpu.unavailable()
-        if reason is not None:
-            raise UnusualBuildError(reason)
-        base, head = view.base_model, view.get_output_embeddings()
+    def follow(self, epoch: tuple[Any, ...] | None, make: Callable[[], FusedDecoder]) -> None:
+        """Have the weights of ``epoch`` packed. None means that nobody can tell whether weights change: then nothing
+        packed is used. The first part of an epoch is about weights, the rest about everything else (see
+        WeightsWatch.namespace). What goes wrong in ``make()`` is logged, and the model then runs module by module."""
+        if epoch == self._packed:
+            return
+        # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
+        self.decoder = self._packed = None
+        if epoch is None or epoch[1:] in self._refused or epoch == self._failed:
+            return
+        start, refused = time.perf_counter(), self._refused
         try:
-            embed, layers, norm, rotary = base.embed_tokens, base.layers, base.norm, base.rotary_emb
-        except AttributeError as error:
-            raise UnusualBuildError("it is not made of embed_tokens, layers, norm and rotary_emb") from error
-        config = view.config.get_text_config(decoder=True)
-        for name in _LIMITS:
-            if getattr(config, name, None) is not None:
-                raise UnusualBuildError(f"it has a {name}, which small numbers would not show")
-        return cls(embed, list(layers), norm, rotary, _linear(head))
-
-    def watching(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """``run()`` a forward, and note what layers are fed and give."""
-        mlps: list[Any] = [layer.mlp for layer in self.layers if isinstance(getattr(layer, "mlp", None), nn.Module)]
-        if len(mlps) < len(self.layers):
-            raise UnusualBuildError("a layer has no mlp")
-        watched = [*self.layers, *mlps]
-        if any("forward" in module.__dict__ for module in watched):
-            raise UnusualBuildError("the forward of a layer was replaced")
-        self.seen = [Seen() for _ in self.layers]
-        try:
-            for layer, mlp, seen in zip(self.layers, mlps, self.seen, strict=True):
-                layer.__dict__["forward"] = _noting(layer, seen)
-                mlp.__dict__["forward"] = _noting_mlp(mlp, seen)
-            return run()
-        finally:
-            for module in watched:
-                module.__dict__.pop("forward", None)
-
-
-def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:
-    forward = layer.forward
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        fed = None if hidden is None else hidden[0].detach().float().clone()
-        output = forward(*args, **kwargs)
-        if hidden is None:
-            raise UnusualBuildError("its layers are not fed hidden_states")
-        # the layer may change in place what it was fed, so that had better been noted before it ran
-        seen.hidden, seen.output = fed, _first(output)[0].detach().float()
-        seen.rotary = kwargs.get("position_embeddings")
-        return output
-
-    return noting
-
-
-def _noting_mlp(mlp: nn.Module, seen: Seen) -> Callable[..., Any]:
-    forward = mlp.forward
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:
-            raise UnusualBuildError("its MLPs are fed more than one tensor")
-        fed = args[0].detach().clone()
-        output = forward(*args)
-        seen.mlp.append((fed, _rows(output).clone()))
-        return output
-
-    return noting
-
-
-def _first(output: Any) -> torch.Tensor:
-    """Some modules return more than what goes on."""
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return found
-
-
-def _rows(output: Any) -> torch.Tensor:
-    """What an MLP returned as float32 ``[tokens, hidden]``."""
-    found = _first(output).detach().float()
-    return found.reshape(-1, found.shape[-1])
+            decoder = make()
+        except UnusualBuildError as error:
+            self._failed = epoch
+            self._differences += isinstance(error, DifferenceError)
+            if not isinstance(error, DifferenceError) or self._differences >= _TRIALS:
+                refused.add(epoch[1:])  # other weights will hardly make it usual
+            logger.info("engine: the model runs module by module: %s", error)
+        except Exception as error:  # a model may be anybody's code, and memory short: there is another way to run it
+            self._failed = epoch
+            logger.warning("engine: the model runs module by module: packing its weights failed (%r)", error)
+        else:
+            self.decoder, self._packed = decoder, epoch
+            took, size = time.perf_counter() - start, decoder.nbytes / (1 << 20)
+            logger.info("engine: the model runs on the native decoder; packing %.0f MiB took %.2f s", size, took)
 
 
 class FusedDecoder:
@@ -184,13 +119,14 @@ class FusedDecoder:
         #: whether the model's rotary tables are of half a rotation, both halves being alike (GPT-OSS)
         self._doubled = False
         self.hidden = parts.embed.weight.shape[1]
-        self._cos = self._sin = torch.empty(0, self.rotary_dim, **_PLAIN)
+        self._cos = self._sin = torch.empty(0, self.rotary_dim, **PLAIN)
         self.layers = [
-            self._layer(layer, params) for layer, params in zip(self.parts.layers, self._params, strict=True)
+            layer_of(layer, params, spec, self.hidden)
+            for layer, params in zip(self.parts.layers, self._params, strict=True)
         ]
         self._heads = self.layers[0].o.k // spec.head_dim
-        self._norm = _norm(parts.norm, self.hidden)
-        self._head = pack(parts.head.weight, _bias(parts.head))
+        self._norm = norm_of(parts.norm, self.hidden)
+        self._head = parts.packed_head()
         self._check_sizes()
         self._decoder: Decoder | None = None
 
@@ -245,57 +181,6 @@ class FusedDecoder:
             layers, hidden=self.hidden, heads=self._heads, kv_heads=self._spec.num_kv_heads,
             head_dim=self._spec.head_dim, rotary_dim=self.rotary_dim, dtype=self.dtype,
         )  # fmt: skip
-
-    def _layer(self, layer: nn.Module, params: AttentionParams) -> DecoderLayer:
-        attention = _attention(layer)
-        dim = self._spec.head_dim
-        o = _linear(getattr(attention, "o_proj", None))
-        if params.alibi_slopes is not None:
-            raise UnusualBuildError("its attention has slopes")  # the kernels could; no such model is of this build
-        if o.weight.shape[1] % PANEL and self.dtype == torch.bfloat16:
-            raise UnusualBuildError(
-                f"its heads have {o.weight.shape[1]} dimensions together, not a multiple of {PANEL}"
-            )
-        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        inner, kv_inner = o.weight.shape[1], self._spec.num_kv_heads * dim
-        whole = q_norm is not None and getattr(q_norm, "weight", o.weight).shape[0] != dim
-        if whole and k_norm is None:
-            raise UnusualBuildError("its queries have a norm over all heads, and its keys have none")
-        sizes = (inner, kv_inner) if whole else (dim, dim)
-        extra = {name for name, _ in attention.named_children()} - {
-            "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm",
-        }  # fmt: skip
-        if extra:
-            raise UnusualBuildError(f"its attention has {', '.join(sorted(extra))}")
-        limits = [*_limits(layer), *(n for n in _limits(attention) if getattr(attention, n) != params.softcap)]
-        if limits:
-            raise UnusualBuildError(f"a layer has a {limits[0]}, which small numbers would not show")
-        before_mlp, after_attn, after_mlp = (
-            getattr(layer, "pre_feedforward_layernorm", None),
-            getattr(layer, "post_attention_layernorm", None),
-            getattr(layer, "post_feedforward_layernorm", None),
-        )
-        if before_mlp is None and after_mlp is None:  # Llama calls the norm before the MLP by its place
-            before_mlp, after_attn = after_attn, None
-        gate_up, down, act = _mlp(getattr(layer, "mlp", None))
-        sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
-        return DecoderLayer(
-            qkv=_qkv(attention),
-            o=pack(o.weight, _bias(o)),
-            kv=0,
-            params=0,
-            before_attn=_norm(getattr(layer, "input_layernorm", None), self.hidden),
-            after_attn=_norm(after_attn, self.hidden),
-            before_mlp=_norm(before_mlp, self.hidden),
-            after_mlp=_norm(after_mlp, self.hidden),
-            q_norm=_norm(q_norm, sizes[0]),
-            k_norm=_norm(k_norm, sizes[1]),
-            whole_qk_norm=whole,
-            gate_up=gate_up,
-            down=down,
-            act=act,
-            sinks=sinks,
-        )
 
     def check(
         self, metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor
@@ -405,12 +290,8 @@ class FusedDecoder:
                 f"the embeddings of {len(ids)} tokens are now {list(rows.shape)} on {rows.device}: make a new engine "
                 "after changing a model's device or sizes"
             )
-        # somebody's own module may keep what it returns
-        return (
-            rows.clone(memory_format=torch.contiguous_format)
-            if rows.dtype == torch.float32
-            else rows.float().contiguous()
-        )
+        # copied in any case: somebody's own module may keep what it returns
+        return rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     def _run(
         self, x: torch.Tensor, metadata: AttentionMetadata, rotary: tuple[torch.Tensor, torch.Tensor], first: int,
@@ -432,7 +313,7 @@ class FusedDecoder:
 
     def _own_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         mlp: Any = self.parts.layers[index].mlp
-        return _rows(mlp(normed[None]))
+        return rows_of(mlp(normed[None]))
 
     def _after_mlp(self, index: int, out: torch.Tensor) -> torch.Tensor:
         norm = self.layers[index].after_mlp
@@ -449,139 +330,10 @@ class FusedDecoder:
 
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same from the model's own module."""
-        x = torch.empty(1, 1, 1, **_PLAIN).expand(1, len(positions), self.hidden)  # of which it may read the shape
-        found = _asked(self.parts.rotary, x, position_ids=positions[None])
+        x = torch.empty(1, 1, 1, **PLAIN).expand(1, len(positions), self.hidden)  # of which it may read the shape
+        found = asked(self.parts.rotary, x, position_ids=positions[None])
         cos, sin = (torch.cat([t[0], t[0]], -1) if self._doubled else t[0] for t in found)
         for table in (cos, sin):
             if table.shape != (len(positions), self.rotary_dim) or table.device.type != "cpu":
                 raise UnusualBuildError(f"its rotary tables of {len(positions)} positions are {list(table.shape)}")
         return cos.float().contiguous(), sin.float().contiguous()
-
-
-def _asked(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a module of the model's makes of ``args``. Raises UnusualBuildError where it does not know them."""
-    try:
-        return module(*args, **kwargs)
-    except Exception as error:  # it may be anybody's code
-        raise UnusualBuildError(f"its {type(module).__name__} is called in another way ({error!r})") from error
-
-
-def _attention(layer: nn.Module) -> Any:
-    attention = getattr(layer, "self_attn", None)
-    if attention is None:
-        raise UnusualBuildError("a layer has no self_attn")
-    return attention
-
-
-def _linear(module: Any) -> nn.Linear:
-    """The module, if its forward is a plain product with weights that can be read. Raises UnusualBuildError."""
-    if type(module) is not nn.Linear:
-        raise UnusualBuildError(f"a projection is a {type(module).__name__}")
-    weight: Any = module._parameters.get("weight")
-    if type(weight) is not nn.Parameter or weight.device.type != "cpu":
-        raise UnusualBuildError("the weights of a projection are not plain parameters on the CPU")
-    if weight.layout is not torch.strided or weight.dtype not in _DTYPES:
-        raise UnusualBuildError(f"the weights of a projection are {weight.dtype}, {weight.layout}")
-    bias: Any = module._parameters.get("bias")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.device.type != "cpu"):
-        raise UnusualBuildError(f"the bias of a projection is of shape {list(bias.shape)} on {bias.device}")
-    return module
-
-
-def _bias(linear: nn.Linear) -> torch.Tensor | None:
-    bias = linear._parameters.get("bias")
-    return None if bias is None else bias.detach()
-
-
-def _qkv(attention: Any) -> PackedLinear:
-    if hasattr(attention, "qkv_proj"):
-        linear = _linear(attention.qkv_proj)
-        return pack(linear.weight, _bias(linear))
-    projections = [_linear(getattr(attention, name, None)) for name in ("q_proj", "k_proj", "v_proj")]
-    biases = _biases(projections)
-    bias = None if biases is None else torch.cat(biases)
-    return pack(torch.cat([p.weight.detach() for p in projections]), bias)
-
-
-def _biases(projections: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
-    """The biases of projections that become one, with zeros for those that have none; None if none has."""
-    biases = [_bias(p) for p in projections]
-    if all(b is None for b in biases):
-        return None
-    zeros = [p.weight.new_zeros(p.weight.shape[0]) for p in projections]
-    return [z if b is None else b for z, b in zip(zeros, biases, strict=True)]
-
-
-def _mlp(mlp: Any) -> tuple[PackedLinear | None, PackedLinear | None, str]:
-    """A gated MLP packed; nothing where it is something else, which then runs as it is."""
-    if mlp is None:
-        raise UnusualBuildError("a layer has no mlp")
-    act = _gate_of(mlp)
-    if act is None:
-        return None, None, "silu"
-    down = _linear(mlp.down_proj)
-    if hasattr(mlp, "gate_up_proj"):
-        both = _linear(mlp.gate_up_proj)
-        gate, up = both.weight.detach().chunk(2)
-        bias = _bias(both)
-        biases = None if bias is None else list(bias.chunk(2))
-    else:
-        parts = [_linear(mlp.gate_proj), _linear(mlp.up_proj)]
-        gate, up = (p.weight for p in parts)
-        biases = _biases(parts)
-    packed = pack_gated(gate, up) if biases is None else pack_gated(gate, up, *biases)
-    return packed, pack(down.weight, _bias(down)), act
-
-
-def _gate_of(mlp: Any) -> str | None:
-    """The activation of an MLP that is made of a gate, what it gates, a way back, and nothing else; None of others."""
-    act = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-    names = {name for name, child in mlp.named_children() if child is not act}
-    gated = names in ({"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"})
-    return _activation(act) if gated and not _limits(mlp) else None
-
-
-def _limits(module: Any) -> list[str]:
-    """What a module has that may cut off large numbers, which small ones would not show."""
-    return [
-        name for name, value in vars(module).items()
-        if _LIMIT.search(name) and isinstance(value, int | float) and not isinstance(value, bool)
-    ]  # fmt: skip
-
-
-def _activation(function: Any) -> str | None:
-    """The kernels' name of an activation, told by what it computes."""
-    if function is None:
-        return None
-    x = torch.linspace(-40, 40, 641, **_PLAIN)  # far enough for those that are cut off somewhere
-    known = {
-        "silu": nn.functional.silu(x),
-        "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
-        "gelu": nn.functional.gelu(x),
-        "relu": nn.functional.relu(x),
-    }
-    try:
-        y = function(x)
-    except Exception:  # whatever it is, it is not a function of single numbers
-        return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-        return None
-    return next((name for name, want in known.items() if torch.allclose(y, want, rtol=1e-6, atol=1e-6)), None)
-
-
-def _norm(module: Any, size: int) -> Norm | None:
-    """A root mean square norm, told by what it computes; None where there is none. Raises UnusualBuildError."""
-    if module is None:
-        return None
-    weight: Any = getattr(module, "weight", None)
-    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or eps is None or weight.shape != (size,):
-        raise UnusualBuildError(f"a norm is a {type(module).__name__} of another size")
-    probe = torch.linspace(-1, 1, size, **_PLAIN) * torch.tensor([[1.0], [1e-3]], **_PLAIN)
-    plain = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + float(eps))
-    got = _asked(module, probe.to(weight.dtype)).detach().float()
-    for factor in (weight.detach().float(), 1 + weight.detach().float()):  # Gemma stores what is added to one
-        allowed = 1e-5 if weight.dtype == torch.float32 else 2e-2
-        if bool(((got - plain * factor).abs() <= allowed * (plain * factor).abs().max()).all()):
-            return Norm(factor.contiguous(), float(eps))
-    raise UnusualBuildError(f"a norm ({type(module).__name__}) is not a root mean square")

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,9 @@ from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
 from hf_paged.model.engine_cache import EngineCache, Step
-from hf_paged.model.fused import DifferenceError, FusedDecoder, Parts, UnusualBuildError
+from hf_paged.model.fused import FusedDecoder, Native
 from hf_paged.model.packing import Probe, Work, flat_ids, pack, tables_of
+from hf_paged.model.parts import Parts, UnusualBuildError
 from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, static_rope_length, view_of
 
@@ -43,8 +43,6 @@ _BLOCKS_OF_NOTHING = 1 << 20
 _PROBE_LENGTHS = (9, 5)
 #: where a recurrent model's prompt is cut to see whether it can go on with several tokens
 _PIECES = (14, 17, 33)
-#: weights with which a model is tried out that seems to compute something else, before it is believed
-_TRIALS = 3
 #: tokens in a block, at most, where the native decoder is tried out
 _TRIAL_BLOCK = 16
 #: share of what a lost state costs that going on from one may differ by
@@ -120,14 +118,7 @@ class ModelRunner:
         #: state of recurrent layers: request key -> layer index -> a stock layer with one row
         self._states: dict[str, State] = {}
         self._optimize = optimize
-        #: the model by the native decoder, and the weights that it has packed
-        self._fused: FusedDecoder | None = None
-        self._fused_for: tuple[Any, ...] | None = None
-        #: with what else than weights the model was found not to be of the usual build, how often its weights seemed to
-        #: be the reason, and with which packing failed
-        self._refused: set[tuple[Any, ...]] = set()
-        self._differences = 0
-        self._failed: tuple[Any, ...] | None = None
+        self._native = Native()
         #: whether prompts can be computed in pieces; bytes of one state of recurrent layers
         self.continues, self.state_bytes = True, 0
         try:
@@ -171,8 +162,7 @@ class ModelRunner:
         model = self._model()
         with self._lock:  # while the model is tried out, its view differs
             if model is not None and not same_structure(model, self.view):
-                self.view, self._fused, self._fused_for = view_of(model), None, None
-                self.reconsider()
+                self.view, self._native = view_of(model), Native()
 
     def _will_pack(self) -> int:
         """Bytes of weights that will be packed, as far as can be told without trying."""
@@ -180,63 +170,34 @@ class ModelRunner:
             return 0
         try:
             return Parts.of(self.view).packable_bytes
-        except Exception:  # as in _follow, where the reason is told
+        except Exception:  # a model may be anybody's code; Native.follow meets it again and tells
             return 0
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed copies of weights."""
-        return 0 if self._fused is None else self._fused.nbytes
+        return 0 if self._native.decoder is None else self._native.decoder.nbytes
 
     def follow_weights(self, epoch: tuple[Any, ...] | None) -> None:
-        """Pack the weights for the native decoder if those of ``epoch`` are not packed yet. None means that nobody can
-        tell whether weights change: then nothing packed is used. The first part of an epoch is about weights, the rest
-        about everything else (see WeightsWatch.namespace). What goes wrong in it is logged, and the model then runs
-        module by module."""
+        """Pack the weights for the native decoder if those of ``epoch`` are not packed yet: see Native.follow."""
         with self._lock:
-            if self._optimize:
-                self._follow(epoch)
+            if self._optimize and self.packed:
+                self._native.follow(epoch, self._made_fused)
 
     def reconsider(self) -> None:
         """Try the native decoder out again, whatever was found before."""
-        # another set, so that a trial which runs now does not count
-        self._refused, self._differences, self._failed = set(), 0, None
+        self._native.reconsider()
 
     def for_call(self, epoch: tuple[Any, ...] | None, optimize: bool) -> ModelRunner:
         """The same runner for a call that has requests, and states of them, of its own, while other calls follow other
         weights: with those of ``epoch`` packed, or without ``optimize`` with none."""
         with self._lock:
-            if optimize:
-                self._follow(epoch)
+            if optimize and self.packed:
+                self._native.follow(epoch, self._made_fused)
             twin = copy.copy(self)
+            twin._native = copy.copy(self._native) if optimize else Native()
         twin._states = {}
-        if not optimize:
-            twin._fused = None
         return twin
-
-    def _follow(self, epoch: tuple[Any, ...] | None) -> None:
-        if not self.packed or epoch == self._fused_for:
-            return
-        # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
-        self._fused = self._fused_for = None
-        if epoch is None or epoch[1:] in self._refused or epoch == self._failed:
-            return
-        start, refused = time.perf_counter(), self._refused
-        try:
-            fused = self._made_fused()
-        except UnusualBuildError as error:
-            self._failed = epoch
-            self._differences += isinstance(error, DifferenceError)
-            if not isinstance(error, DifferenceError) or self._differences >= _TRIALS:
-                refused.add(epoch[1:])  # other weights will hardly make it usual
-            logger.info("engine: the model runs module by module: %s", error)
-        except Exception as error:  # a model may be anybody's code, and memory short: there is another way to run it
-            self._failed = epoch
-            logger.warning("engine: the model runs module by module: packing its weights failed (%r)", error)
-        else:
-            self._fused, self._fused_for = fused, epoch
-            took, size = time.perf_counter() - start, fused.nbytes / (1 << 20)
-            logger.info("engine: the model runs on the native decoder; packing %.0f MiB took %.2f s", size, took)
 
     @torch.no_grad()
     def _made_fused(self) -> FusedDecoder:
@@ -336,7 +297,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         cache.step, cache.past = step, 0
         ids = flat_ids(work)
-        fused = self._fused
+        fused = self._native.decoder
         if fused is not None and cache is self.cache:
             return fused(ids, positions, step.metadata, wanted)
         device = self.device

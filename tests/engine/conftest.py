@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,3 +42,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     zoo.fresh("llama").save_pretrained(folder)
     tokenizer_of().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The log. Whatever model is not run natively is refused for a reason, and not because something went wrong."""
+    caplog.set_level(logging.INFO, "hf_paged")
+    yield caplog
+    assert not any("packing its weights failed" in r.getMessage() for r in caplog.get_records("call"))

@@ -11,7 +11,7 @@ import torch
 
 from hf_paged import LLM, SamplingParams
 from hf_paged.kernels import cpu
-from hf_paged.model.fused import _activation
+from hf_paged.model.parts import _activation
 from tests import zoo
 from tests.engine.fake import AdmitAll
 from tests.engine.test_llm_parity import alone, check_clean, prompts, wanted
@@ -31,11 +31,19 @@ def make(model: Any, **options: Any) -> LLM:
 
 
 def is_fused(llm: LLM) -> bool:
-    return llm.core.runner._fused is not None
+    return llm.core.runner._native.decoder is not None
 
 
 def generate(llm: LLM, batch: list[list[int]]) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(batch, GREEDY, use_tqdm=False)]
+
+
+def assert_stock_and(expected: bool, model: Any, **options: Any) -> LLM:
+    """Tokens are stock's, on the native decoder or not."""
+    llm = make(model, **options)
+    assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
+    assert is_fused(llm) is expected
+    return llm
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.versions) for n in FUSED])
@@ -270,7 +278,7 @@ def test_an_interrupt_while_weights_are_packed_leaves_the_engine_whole(monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_paged.model.fused.pack", interrupted)
+        patch.setattr("hf_paged.model.parts.pack", interrupted)
         with pytest.raises(KeyboardInterrupt):
             generate(llm, prompts()[:2])
     assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]

@@ -6,55 +6,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import hf_paged
 from hf_paged import LLM
 from hf_paged.kernels import cpu
-from hf_paged.model import fused, runner
-from hf_paged.model.fused import FusedDecoder, UnusualBuildError
-from hf_paged.model.runner import ModelRunner
+from hf_paged.model import parts, runner
+from hf_paged.model.fused import FusedDecoder
 from tests import zoo
-from tests.engine.test_fused import GREEDY, generate, is_fused, make
-from tests.engine.test_llm_parity import alone, prompts
-from tests.regressions.helpers import ids, left_padded, paged, registered, stock
+from tests.engine.test_fused import assert_stock_and, generate, is_fused, make
+from tests.engine.test_llm_parity import prompts
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernels are not built")
-
-
-@pytest.fixture(autouse=True)
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is refused here is refused for a reason, and not because something went wrong."""
-    caplog.set_level(logging.INFO, "hf_paged")
-    yield caplog
-    assert not any("packing its weights failed" in r.getMessage() for r in caplog.get_records("call"))
-
-
-def assert_stock_and(expected: bool, model: Any, **options: Any) -> LLM:
-    """Tokens are stock's, on the native decoder or not."""
-    llm = make(model, **options)
-    assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
-    assert is_fused(llm) is expected
-    return llm
-
-
-@pytest.fixture
-def packings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One for each time that a model's weights were packed."""
-    made, found = ModelRunner._made_fused, []
-
-    def counted(self: ModelRunner) -> FusedDecoder:
-        found.append(None)
-        return made(self)
-
-    monkeypatch.setattr(ModelRunner, "_made_fused", counted)
-    return found
+pytestmark = [
+    pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernels are not built"),
+    pytest.mark.usefixtures("told"),
+]
 
 
 # -- what is computed ----------------------------------------------------------------------------------------------
@@ -275,7 +245,7 @@ def test_an_mlp_with_another_part_runs_as_it_is() -> None:
     model = zoo.fresh("llama")
     model.model.layers[1].mlp = Extended(model.model.layers[1].mlp).eval()
     llm = assert_stock_and(True, model)
-    assert [layer.gate_up is None for layer in llm.core.runner._fused.layers] == [False, True, False]
+    assert [layer.gate_up is None for layer in llm.core.runner._native.decoder.layers] == [False, True, False]
 
 
 def without_attention(model: Any) -> None:
@@ -331,7 +301,7 @@ def test_a_limit_that_small_numbers_do_not_reach(where: str) -> None:
     {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}[where].clip_value = 1e4
     llm = assert_stock_and(where == "mlp", model)  # which then runs as it is
     if where == "mlp":
-        assert llm.core.runner._fused.layers[1].gate_up is None
+        assert llm.core.runner._native.decoder.layers[1].gate_up is None
 
 
 @pytest.mark.parametrize("limit", ["clip_qkv", "final_logit_softcapping"])
@@ -396,9 +366,9 @@ def test_sizes_that_the_kernels_would_read_beyond(change: Any, reason: str, monk
     shown: list[Any] = []
 
     class Noting(FusedDecoder):
-        def __init__(self, parts: Any, params: Any, spec: Any) -> None:
-            shown.append((parts.seen, list(params), spec))
-            super().__init__(parts, params, spec)
+        def __init__(self, found: Any, params: Any, spec: Any) -> None:
+            shown.append((found.seen, list(params), spec))
+            super().__init__(found, params, spec)
 
     monkeypatch.setattr(runner, "FusedDecoder", Noting)
     model = zoo.fresh("gpt_oss" if change is other_sinks else "llama")
@@ -410,154 +380,12 @@ def test_sizes_that_the_kernels_would_read_beyond(change: Any, reason: str, monk
         params[1] = dataclasses.replace(params[1], sinks=view.model.layers[1].self_attn.sinks)
 
     def again() -> None:
-        parts = fused.Parts.of(view)
-        parts.seen = seen
-        FusedDecoder(parts, params, spec)
+        found = parts.Parts.of(view)
+        found.seen = seen
+        FusedDecoder(found, params, spec)
 
-    with pytest.raises((UnusualBuildError, RuntimeError), match=reason):
+    with pytest.raises((parts.UnusualBuildError, RuntimeError), match=reason):
         again()
-
-
-# -- what goes wrong in it -----------------------------------------------------------------------------------------
-
-
-def test_weights_that_do_not_fit_into_memory_twice(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = zoo.fresh("llama")
-
-    def full(*args: Any) -> Any:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "hf_paged"):
-        patch.setattr(fused, "pack", full)
-        llm = assert_stock_and(False, model)
-    assert "can't allocate" in caplog.text
-    caplog.clear()
-    llm.weights_changed()  # which is looked at anew
-    assert is_fused(llm)
-
-
-@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16], ids=str)
-def test_whatever_dtype_torch_makes_by_default(kind: torch.dtype) -> None:
-    model, batch = zoo.fresh("qwen3"), prompts()[:3]
-    want = [alone(model, p) for p in batch]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(kind)
-    try:
-        llm = make(model)
-        got = generate(llm, batch)
-    finally:
-        torch.set_default_dtype(before)
-    assert got == want
-    assert is_fused(llm)
-
-
-@pytest.mark.parametrize("what", ["class", "function"])
-def test_code_that_was_changed_is_seen_once_it_was_said(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.fresh("llama")
-    llm = assert_stock_and(True, model)
-    mlp = type(model.model.layers[0].mlp)
-    with monkeypatch.context() as patch:
-        if what == "class":
-            patch.setattr(
-                mlp, "forward", lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-            )
-        else:
-            patch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *args: (q, k))
-        llm.weights_changed()
-        assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
-        assert not is_fused(llm)
-    llm.weights_changed()
-    assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
-    assert is_fused(llm)
-
-
-def test_a_config_that_was_changed_is_looked_at_without_being_told() -> None:
-    model = zoo.fresh("llama")
-    llm = assert_stock_and(True, model)
-    model.config.clip_qkv = 1e4
-    assert generate(llm, prompts()[:3]) == [alone(model, p) for p in prompts()[:3]]
-    assert not is_fused(llm)
-
-
-@pytest.mark.parametrize("block_size", [32, 256])
-def test_blocks_of_other_sizes(block_size: int) -> None:
-    assert_stock_and(True, zoo.fresh("llama"), block_size=block_size)
-
-
-def narrowed(model: Any) -> None:
-    model.model.embed_tokens.weight = nn.Parameter(torch.randn(zoo.VOCAB, 31))
-
-
-@pytest.mark.parametrize("optimize", [True, False])
-@pytest.mark.parametrize("change", [lambda model: model.to("meta"), narrowed], ids=["meta", "narrowed"])
-@pytest.mark.parametrize("running", [True, False])
-def test_a_model_that_becomes_another_one_ends_the_call(
-    change: Any, running: bool, optimize: bool, told: pytest.LogCaptureFixture
-) -> None:
-    """Also where nobody looks at weights, while requests run."""
-    model = zoo.fresh("llama")
-    llm = make(model, optimize=optimize)
-    stream = llm.stream(prompts()[0], GREEDY)
-    if running:
-        next(stream)
-    change(model)
-    with pytest.raises((hf_paged.UnsupportedError, RuntimeError), match=r"make a new engine|size of tensor"):
-        list(stream)
-    assert not llm.core.has_work
-    told.clear()  # a model that cannot run cannot be tried out
-
-
-def test_a_model_found_unusual_is_not_packed_again_for_other_weights(packings: list[None]) -> None:
-    model = zoo.fresh("llama")
-    model.model.layers[1].clip_value = 1e4
-    llm = make(model)
-    for _ in range(3):
-        with torch.no_grad():
-            model.lm_head.weight.mul_(-1.5)
-        assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
-    assert len(packings) == 1
-    del model.model.layers[1].clip_value
-    generate(llm, prompts()[:2])
-    assert len(packings) == 2 and is_fused(llm)
-
-
-def test_weights_that_seemed_to_compute_something_else_are_not_held_against_others(packings: list[None]) -> None:
-    model = zoo.fresh("llama")
-    llm = make(model)
-    weight = model.model.layers[1].mlp.down_proj.weight
-    good = weight.detach().clone()
-    for trial in range(4):  # after the third it is believed
-        with torch.no_grad():
-            weight.fill_(float("nan"))
-        llm.generate(prompts()[0], GREEDY, use_tqdm=False)
-        assert not is_fused(llm)
-        with torch.no_grad():
-            weight.copy_(good)
-        assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
-        assert is_fused(llm) is (trial < 2)
-    llm.weights_changed()
-    assert is_fused(llm)
-
-
-def test_what_a_trial_found_that_began_before_it_was_to_be_reconsidered_does_not_count() -> None:
-    model = zoo.fresh("llama")
-    found = make(model).core.runner
-    found.view.model.layers[1].clip_value = 1e4
-    made = found._made_fused
-
-    def reconsidered() -> FusedDecoder:
-        found.reconsider()
-        return made()
-
-    found._made_fused = reconsidered
-    found.follow_weights((("weights", 99), ("else", 1)))
-    assert found.packed_bytes == 0
-    found._made_fused = made
-    del found.view.model.layers[1].clip_value
-    found.follow_weights((("weights", 100), ("else", 1)))
-    assert found.packed_bytes > 0
 
 
 def test_an_activation_that_gives_more_than_numbers_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +399,7 @@ def test_an_activation_that_gives_more_than_numbers_runs_as_it_is(monkeypatch: p
         kind, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))[0] * self.up_proj(x))
     )
     llm = assert_stock_and(True, model)
-    assert all(layer.gate_up is None for layer in llm.core.runner._fused.layers)
+    assert all(layer.gate_up is None for layer in llm.core.runner._native.decoder.layers)
 
 
 def test_a_softcap_hides_no_other_limit() -> None:
@@ -580,128 +408,3 @@ def test_a_softcap_hides_no_other_limit() -> None:
     assert_stock_and(True, model)
     model.model.layers[1].self_attn.clip_qkv = 1e4
     assert_stock_and(False, model)
-
-
-def test_nothing_is_set_aside_for_calls_that_pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.cache.pool.free_memory", lambda device: 1 << 20)
-    blocks = []
-    for optimize in (True, False):
-        model, batch = zoo.fresh("llama"), left_padded([11, 7])
-        with registered(block_size=16, num_blocks=None, memory="50%"):
-            paged(model, **batch, max_new_tokens=2, cache_config={"optimize": optimize})
-            blocks.append(hf_paged.cache_stats(model).total_blocks)
-    assert blocks[0] < blocks[1]
-
-
-# -- under generate() ----------------------------------------------------------------------------------------------
-
-
-def test_calls_in_several_threads_pack_once(packings: list[None]) -> None:
-    model, batch = zoo.fresh("llama"), left_padded([11, 7, 19])
-    want = stock(model, **batch, max_new_tokens=12)
-    found: list[Any] = []
-    with registered(block_size=16):
-        start = threading.Barrier(4)
-
-        def call() -> None:
-            start.wait()
-            found.append(paged(model, **batch, max_new_tokens=12))
-
-        threads = [threading.Thread(target=call) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(out, want) for out in found)
-    assert len(packings) == 1
-
-
-def test_a_look_at_the_model_while_it_is_tried_out_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.fresh("llama")
-    found = make(model).core.runner
-    view, watching = found.view, fused.Parts.watching
-    others: list[threading.Thread] = []
-
-    def watched(self: Any, run: Any) -> Any:
-        def run_beside() -> Any:
-            others.append(threading.Thread(target=found.refresh))
-            others[-1].start()
-            others[-1].join(0.2)
-            return run()
-
-        return watching(self, run_beside)
-
-    monkeypatch.setattr(fused.Parts, "watching", watched)
-    found.follow_weights((("weights", 99), ("else", 1)))
-    others[0].join()
-    assert found.view is view and found.packed_bytes > 0
-
-
-def test_calls_with_and_without_share_one_pool(packings: list[None]) -> None:
-    model, batch = zoo.fresh("llama"), left_padded([11, 7, 19])
-    want = stock(model, **batch, max_new_tokens=12)
-    with registered(block_size=16):
-        for optimize in (False, True, False, True):
-            hits = hf_paged.cache_stats(model).hit_tokens
-            out = paged(model, **batch, max_new_tokens=12, cache_config={"optimize": optimize})
-            assert torch.equal(out, want)
-            stats = hf_paged.cache_stats(model)
-            assert (stats.hit_tokens > hits) == (stats.calls > 1), "the pool stays"
-            assert (stats.packed_bytes > 0) == (stats.calls > 1)
-    assert len(packings) == 1
-
-
-def test_a_call_without_runs_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = zoo.fresh("llama"), left_padded([11, 7, 19])
-    calls: list[None] = []
-    run = FusedDecoder.__call__
-    monkeypatch.setattr(FusedDecoder, "__call__", lambda *args: (calls.append(None), run(*args))[1])
-    with registered(block_size=16):
-        for optimize in (True, False):
-            calls.clear()
-            paged(model, **batch, max_new_tokens=4, cache_config={"optimize": optimize})
-            assert bool(calls) is optimize
-
-
-def test_calls_side_by_side_have_states_of_their_own() -> None:
-    """Each step of one waits for a step of the other, and their requests have the same names."""
-    model = zoo.build("mamba2")
-    batches = [ids(2, 9, seed=seed) for seed in (1, 2)]
-    want = [stock(model, b, attention_mask=torch.ones_like(b), max_new_tokens=8) for b in batches]
-    turn = threading.Barrier(2, timeout=30)
-
-    def meet(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        turn.wait()
-        return scores
-
-    found: dict[int, Any] = {}
-    with registered(block_size=16):
-        paged(
-            model,
-            batches[0],
-            attention_mask=torch.ones_like(batches[0]),
-            max_new_tokens=2,
-            cache_config={"engine": True},
-        )
-
-        def call(i: int) -> None:
-            found[i] = paged(
-                model, batches[i], attention_mask=torch.ones_like(batches[i]), max_new_tokens=8,
-                logits_processor=[meet], cache_config={"engine": True},
-            )  # fmt: skip
-
-        threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(torch.equal(found[i], want[i]) for i in range(2))
-
-
-def test_the_right_amount_is_set_aside_beside_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.cache.pool.free_memory", lambda device: 1 << 20)
-    for name in ("llama", "qwen3_moe", "phi3"):
-        llm = make(zoo.build(name), num_blocks=None, memory="50%")
-        packed = llm.stats()["packed_bytes"]
-        assert 0.6 * packed <= llm.core.runner.pool.set_aside <= packed, name
