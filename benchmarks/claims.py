@@ -102,8 +102,8 @@ class Gate:
 
 @dataclass
 class Run:
-    """What one run of a trace showed. ``held``, tokens of requests that have begun as a share of the pool, and ``running``
-    are sampled while requests waited."""
+    """What one run of a trace showed. ``held`` (tokens of requests that have begun, as a share of the pool) and
+    ``running`` are sampled while requests waited."""
 
     seconds: float = 0.0
     tokens: int = 0
