@@ -28,7 +28,7 @@ from hf_paged.engine.scheduler import Scheduler
 from hf_paged.engine.stepper import Event, Stepper
 from hf_paged.errors import InvalidRequestError, UnsupportedError
 from hf_paged.model.runner import ModelRunner
-from hf_paged.model.view import static_rope_length
+from hf_paged.model.view import learned_positions, static_rope_length
 from hf_paged.model.weights import OptimizerHook, WeightsWatch, runtime_signature
 from hf_paged.sampling.beams import BeamSearch
 from hf_paged.sampling.processors import Processor, processors_for
@@ -114,6 +114,12 @@ class EngineCore:
         wanted, static = self.config.max_model_len, static_rope_length(self.runner.view)
         if static is None:
             text = self.model.config.get_text_config(decoder=True)
+            learned = learned_positions(self.runner.view)
+            if wanted is not None and learned is not None and wanted > learned:
+                raise UnsupportedError(
+                    f"max_model_len={wanted}: this model looks positions up in a table for {learned} tokens; give at "
+                    f"most {learned}"
+                )
             return wanted or getattr(text, "max_position_embeddings", None)
         if wanted is not None and wanted > static:
             raise UnsupportedError(
@@ -288,6 +294,7 @@ class EngineCore:
         return Explanation(
             request_id=request.request_id,
             status=request.status.value,
+            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
             prompt_tokens=len(request.prompt),
             output_tokens=request.num_output,
             cached_tokens=None if request.num_cached < 0 else request.num_cached,

@@ -65,6 +65,7 @@ class Explanation:
     Attributes:
         request_id: of the completion: the request's, a dash and the completion's number.
         status: "waiting", "running" or "finished".
+        finish_reason: why it is finished, as in its output ("stop", "length", "abort" or "error"); None before.
         prompt_tokens, output_tokens: so far.
         cached_tokens: tokens of the prompt that were found in the cache, None before it was first admitted.
         why_not_more: why it was not more than that.
@@ -77,6 +78,7 @@ class Explanation:
 
     request_id: str
     status: str
+    finish_reason: str | None
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None

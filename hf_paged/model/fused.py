@@ -16,6 +16,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from hf_paged.model.parts import (
 
 logger = logging.getLogger("hf_paged")
 
-#: weights with which a model is tried out that seems to compute something else, before it is believed
+#: weights in a row with which a model is tried out that seems to compute something else, before it is believed
 _TRIALS = 3
 #: what rounding may make of one number, as a share of it
 _ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
@@ -50,6 +51,15 @@ _MOST = 0.9
 _LEAST_POSITIONS = 256
 
 
+@dataclass
+class _Verdicts:
+    """How often in a row the native decoder gave other numbers, by what epochs are besides weights; and the last epoch
+    that it failed with."""
+
+    trials: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    failed: tuple[Any, ...] | None = None
+
+
 class Native:
     """The native decoder of a model's weights as they are, or what it was found not to be possible with.
 
@@ -59,16 +69,11 @@ class Native:
     def __init__(self) -> None:
         self.decoder: FusedDecoder | None = None
         self._packed: tuple[Any, ...] | None = None
-        #: with what else than weights the model was found not to be of the usual build, how often its weights seemed to
-        #: be the reason, and with which packing failed
-        self._refused: set[tuple[Any, ...]] = set()
-        self._differences = 0
-        self._failed: tuple[Any, ...] | None = None
+        self._verdicts = _Verdicts()
 
     def reconsider(self) -> None:
         """Try it again, whatever was found before."""
-        # another set, so that a trial which runs now does not count
-        self._refused, self._differences, self._failed = set(), 0, None
+        self._verdicts = _Verdicts()  # others, so that a trial which runs now does not count
 
     def follow(self, epoch: tuple[Any, ...] | None, make: Callable[[], FusedDecoder]) -> None:
         """Have the weights of ``epoch`` packed. None means that nobody can tell whether weights change: then nothing
@@ -78,22 +83,24 @@ class Native:
             return
         # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
         self.decoder = self._packed = None
-        if epoch is None or epoch[1:] in self._refused or epoch == self._failed:
+        verdicts, start = self._verdicts, time.perf_counter()
+        if epoch is None or epoch == verdicts.failed or verdicts.trials.get(epoch[1:], 0) >= _TRIALS:
             return
-        start, refused = time.perf_counter(), self._refused
         try:
             decoder = make()
         except UnusualBuildError as error:
-            self._failed = epoch
-            self._differences += isinstance(error, DifferenceError)
-            if not isinstance(error, DifferenceError) or self._differences >= _TRIALS:
-                refused.add(epoch[1:])  # other weights will hardly make it usual
-            logger.info("engine: the model runs module by module: %s", error)
+            verdicts.failed = epoch
+            # other weights will hardly make a build usual, but they may make numbers what they should be
+            seen = verdicts.trials.get(epoch[1:], 0) + 1 if isinstance(error, DifferenceError) else _TRIALS
+            verdicts.trials[epoch[1:]] = seen
+            last = " (not tried again before weights_changed())" if seen >= _TRIALS else ""
+            logger.info("engine: the model runs module by module: %s%s", error, last)
         except Exception as error:  # a model may be anybody's code, and memory short: there is another way to run it
-            self._failed = epoch
+            verdicts.failed = epoch
             logger.warning("engine: the model runs module by module: packing its weights failed (%r)", error)
         else:
             self.decoder, self._packed = decoder, epoch
+            verdicts.trials.pop(epoch[1:], None)
             took, size = time.perf_counter() - start, decoder.nbytes / (1 << 20)
             logger.info("engine: the model runs on the native decoder; packing %.0f MiB took %.2f s", size, took)
 

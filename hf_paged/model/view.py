@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
+#: of a table of positions that stand for padding, at most
+_PADDING_PLACES = 4
+
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -80,6 +83,19 @@ def static_rope_length(model: Any) -> int | None:
         if "dynamic" in listed:
             lengths.append(int(config.max_position_embeddings))
     return min(lengths, default=None)
+
+
+def learned_positions(model: Any) -> int | None:
+    """Tokens that a model has positions for, where it looks them up in a table; None where it computes them."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return None
+    tokens = model.get_input_embeddings().weight
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is not tokens]
+    tables += [buffer for buffer in model.buffers() if buffer.ndim > 1]
+    # some tables begin with places for padding
+    found = any(longest <= size <= longest + _PADDING_PLACES for table in tables for size in table.shape[:-1])
+    return longest if found else None
 
 
 def _rebound(value: Any, twins: dict[int, torch.nn.Module]) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from hf_paged.compat import BeamRules
 from hf_paged.errors import InvalidRequestError
-from hf_paged.sampling.processors import Processor
+from hf_paged.sampling.processors import Processor, called
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,11 @@ def log_probabilities(
     The exception, where a processor raises one.
     """
     scores = logits[None].log_softmax(dim=-1)
-    wanted = scores.shape
     try:
         if processors:
             ids = torch.tensor([list(tokens)], device=logits.device)
             for processor in processors:
-                scores = processor(ids, scores)
-        if scores.shape != wanted:
-            return InvalidRequestError(f"the request's processors made scores of shape {list(scores.shape)}")
+                scores = called(processor, ids, scores)
     except Exception as error:  # a processor may be anybody's code: it ends its own request
         return error
     if bool(scores.isnan().any()):

@@ -84,6 +84,19 @@ def processors_for(
     return found
 
 
+def called(processor: Processor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What a processor, which may be anybody's code, makes of ``scores``. Raises InvalidRequestError unless these are
+    scores of the same shape, and whatever it raises."""
+    found: Any = processor(ids, scores)
+    if isinstance(found, torch.Tensor) and found.shape == scores.shape:
+        return found
+    name = getattr(processor, "__name__", type(processor).__name__)
+    got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+    raise InvalidRequestError(
+        f"the logits processor {name} returned {got}: it has to return scores of shape {list(scores.shape)}"
+    )
+
+
 def num_scored_tokens(model: Any) -> int:
     """Tokens that the model scores, the width of its logits."""
     head = model.get_output_embeddings()

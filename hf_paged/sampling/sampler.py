@@ -20,7 +20,7 @@ from hf_paged.sampling import stages
 from hf_paged.sampling.history import History
 from hf_paged.sampling.logprobs import Logprob as Logprob
 from hf_paged.sampling.logprobs import token_logprobs as token_logprobs
-from hf_paged.sampling.processors import Processor
+from hf_paged.sampling.processors import Processor, called
 from hf_paged.sampling.stages import Part, Stage
 from hf_paged.sampling_params import SamplingParams
 
@@ -172,11 +172,7 @@ class _Batch:
     def _call(self, row: int, processor: Processor) -> None:
         own = self.scores[self.place[row]][None].clone()  # which the processor may keep
         try:
-            scores = processor(self.states[row]._history.ids(self.tokens[row], own.device), own)
-            if scores.shape != own.shape:
-                raise InvalidRequestError(
-                    f"{_name(processor)} made scores of shape {list(scores.shape)} of {list(own.shape)}"
-                )
+            scores = called(processor, self.states[row]._history.ids(self.tokens[row], own.device), own)
             self.scores[self.place[row]] = scores[0]
         except Exception as error:  # a processor may be anybody's code: it ends its own request
             self.errors[row] = error
@@ -242,10 +238,6 @@ class _Batch:
             self.errors[row] = error
             return False
         return any(met)
-
-
-def _name(processor: Any) -> str:
-    return getattr(processor, "__name__", type(processor).__name__)
 
 
 def _most_likely(scores: torch.Tensor, rows: Sequence[int]) -> list[int]:

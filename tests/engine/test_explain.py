@@ -25,6 +25,7 @@ def test_cached_tokens_and_why_not_more() -> None:
         output = llm.generate([tokens], params, **options)[0]
         (found,) = llm.explain(output.request_id)
         assert (found.status, found.output_tokens, found.blocks) == ("finished", 2, 0)
+        assert found.finish_reason == "length"
         assert found.cached_tokens == output.num_cached_tokens and found.queue_time >= 0
         why.append((found.cached_tokens, found.why_not_more))
     assert [cached for cached, _ in why] == [0, len(prompt) - 1, 9, 0, 0]
@@ -55,7 +56,22 @@ def test_requests_under_way_and_unknown_ones() -> None:
     (running,), waiting = llm.explain("0"), llm.explain("1")
     assert (running.status, running.blocks) == ("running", -(-len(prompts()[0]) // 4))
     assert [w.status for w in waiting] == ["waiting"] * 2 and waiting[0].cached_tokens is None
+    assert running.finish_reason is None and waiting[0].finish_reason is None
     for group in groups:
         llm.frontend.drop(group)
+    assert {e.finish_reason for e in [*llm.explain("0"), *llm.explain("1")]} == {"abort"}
+
+
+def test_a_request_that_failed_says_so() -> None:
+    llm = LLM(zoo.build("llama"), block_size=4, num_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=4, logits_processors=[lambda ids, scores: None])
+    output = llm.generate([prompts()[0]], params)[0]
+    assert isinstance(output.error, hf_paged.InvalidRequestError)
+    assert "returned a NoneType: it has to return scores of shape [1, 97]" in str(output.error)
+    assert llm.explain(output.request_id)[0].finish_reason == "error"
+
+
+def test_unknown_requests() -> None:
+    llm = LLM(zoo.build("llama"), block_size=4, num_blocks=64)
     with pytest.raises(hf_paged.InvalidRequestError, match="'7' is not known"):
         llm.explain("7")

@@ -156,22 +156,45 @@ def test_a_model_found_unusual_is_not_packed_again_for_other_weights(packings: l
     assert len(packings) == 2 and is_fused(llm)
 
 
-def test_weights_that_seemed_to_compute_something_else_are_not_held_against_others(packings: list[None]) -> None:
+def test_weights_that_seemed_to_compute_something_else_are_not_held_against_others(
+    packings: list[None], told: pytest.LogCaptureFixture
+) -> None:
     model = zoo.fresh("llama")
     llm = make(model)
     weight = model.model.layers[1].mlp.down_proj.weight
     good = weight.detach().clone()
-    for trial in range(4):  # after the third it is believed
+
+    def write(value: Any) -> None:
         with torch.no_grad():
-            weight.fill_(float("nan"))
-        llm.generate(prompts()[0], GREEDY, use_tqdm=False)
-        assert not is_fused(llm)
-        with torch.no_grad():
-            weight.copy_(good)
+            weight.copy_(value)
+
+    def bad(times: int) -> None:
+        """So many weights, one after the other, with each of which it is tried out once."""
+        for _ in range(times):
+            write(float("nan") * good)
+            model.lm_head.weight.data.mul_(2)  # other weights than before, whatever the tree holds
+            before = len(packings)
+            for _ in range(2):
+                llm.generate(prompts()[0], GREEDY, use_tqdm=False)
+                assert not is_fused(llm)
+            assert len(packings) == before + 1
+
+    for _ in range(3):  # now and then they are bad, as in training
+        bad(2)
+        write(good)
         assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
-        assert is_fused(llm) is (trial < 2)
+        assert is_fused(llm)
+    bad(3)
+    assert "not tried again before weights_changed()" in told.text
+    write(good)
+    assert generate(llm, prompts()[:2]) == [alone(model, p) for p in prompts()[:2]]
+    assert not is_fused(llm), "after three in a row it is believed"
     llm.weights_changed()
     assert is_fused(llm)
+    bad(2)
+    write(good)
+    generate(llm, prompts()[:2])
+    assert is_fused(llm), "what was found before is forgotten"
 
 
 def test_what_a_trial_found_that_began_before_it_was_to_be_reconsidered_does_not_count() -> None:
@@ -247,6 +270,18 @@ def test_a_look_at_the_model_while_it_is_tried_out_waits(monkeypatch: pytest.Mon
     found.follow_weights((("weights", 99), ("else", 1)))
     others[0].join()
     assert found.view is view and found.packed_bytes > 0
+
+
+def test_a_call_keeps_the_weights_it_began_with_while_others_follow_theirs() -> None:
+    found = make(zoo.fresh("llama")).core.runner
+    twin, plain = (found.for_call((("weights", 7), ("else", 1)), optimize) for optimize in (True, False))
+    decoder = twin._native.decoder
+    assert decoder is not None
+    assert found._native.decoder is decoder
+    assert plain._native.decoder is None
+    found.follow_weights(None)
+    assert found._native.decoder is None
+    assert twin._native.decoder is decoder
 
 
 def test_calls_with_and_without_share_one_pool(packings: list[None]) -> None:

@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest sequence of a forward: requests must not change each other."""
+"""How long sequences may be: rotary embeddings that depend on the longest one of a forward, and tables of positions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import hf_paged
 from hf_paged import LLM, SamplingParams
 from tests import zoo
 from tests.engine.test_llm_parity import alone, check_clean, prompts
+from tests.regressions.helpers import ids
 
 LIMIT = 24
 CONFIGS: dict[str, Any] = {
@@ -50,3 +51,20 @@ def test_sequences_stay_below_the_length_at_which_they_would_change_each_other(k
     check_clean(llm)
     with pytest.raises(hf_paged.UnsupportedError, match=f"at most {LIMIT}"):
         LLM(model, block_size=4, num_blocks=64, max_model_len=LIMIT + 1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj"])
+def test_no_more_tokens_than_a_table_has_positions_for(name: str) -> None:
+    model = zoo.build(name)
+    limit = model.config.get_text_config().max_position_embeddings
+    with pytest.raises(hf_paged.UnsupportedError, match=f"give at most {limit}"):
+        LLM(model, block_size=4, num_blocks=128, max_model_len=limit + 1)
+    llm = LLM(model, block_size=4, num_blocks=128, max_model_len=limit)
+    prompt = ids(1, limit - 2)[0].tolist()
+    output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)[0]
+    assert output.error is None and len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt_neox"])
+def test_positions_that_are_computed_have_no_such_limit(name: str) -> None:
+    assert LLM(zoo.build(name), block_size=4, num_blocks=128, max_model_len=5000).core.scheduler.max_model_len == 5000
