@@ -18,6 +18,7 @@ from hf_paged.attention.metadata import AttentionParams, LayerSpec
 from hf_paged.errors import UnsupportedError
 from hf_paged.kernels import cpu
 from hf_paged.kernels.cpu.decoder import PANEL, DecoderLayer, Norm, PackedLinear, pack, pack_gated
+from hf_paged.kernels.cpu.memory import HugePages
 
 _DTYPES = (torch.float32, torch.bfloat16)
 #: of tensors made here, whatever torch's defaults are
@@ -57,8 +58,8 @@ class Parts:
     head: nn.Linear
     seen: list[Seen] = field(default_factory=list)
 
-    def packed_head(self) -> PackedLinear:
-        return pack(self.head.weight, _bias(self.head))
+    def packed_head(self, memory: HugePages) -> PackedLinear:
+        return pack(self.head.weight, _bias(self.head), memory)
 
     @property
     def packable_bytes(self) -> int:
@@ -158,8 +159,11 @@ def asked(module: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnusualBuildError(f"its {type(module).__name__} is called in another way ({error!r})") from error
 
 
-def layer_of(layer: nn.Module, params: AttentionParams, spec: LayerSpec, hidden: int) -> DecoderLayer:
-    """A layer packed, without storage. ``params`` is what its attention asked for, ``spec`` what it stores of a token.
+def layer_of(
+    layer: nn.Module, params: AttentionParams, spec: LayerSpec, hidden: int, memory: HugePages
+) -> DecoderLayer:
+    """A layer packed in ``memory``, without storage. ``params`` is what its attention asked for, ``spec`` what it
+    stores of a token.
 
     Raises UnusualBuildError.
     """
@@ -193,11 +197,11 @@ def layer_of(layer: nn.Module, params: AttentionParams, spec: LayerSpec, hidden:
     )
     if before_mlp is None and after_mlp is None:  # Llama calls the norm before the MLP by its place
         before_mlp, after_attn = after_attn, None
-    gate_up, down, act = _mlp(getattr(layer, "mlp", None))
+    gate_up, down, act = _mlp(getattr(layer, "mlp", None), memory)
     sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
     return DecoderLayer(
-        qkv=_qkv(attention),
-        o=pack(o.weight, _bias(o)),
+        qkv=_qkv(attention, memory),
+        o=pack(o.weight, _bias(o), memory),
         kv=0,
         params=0,
         before_attn=norm_of(getattr(layer, "input_layernorm", None), hidden),
@@ -234,14 +238,14 @@ def _bias(linear: nn.Linear) -> torch.Tensor | None:
     return None if bias is None else bias.detach()
 
 
-def _qkv(attention: Any) -> PackedLinear:
+def _qkv(attention: Any, memory: HugePages) -> PackedLinear:
     if hasattr(attention, "qkv_proj"):
         linear = _linear(attention.qkv_proj)
-        return pack(linear.weight, _bias(linear))
+        return pack(linear.weight, _bias(linear), memory)
     projections = [_linear(getattr(attention, name, None)) for name in ("q_proj", "k_proj", "v_proj")]
     biases = _biases(projections)
     bias = None if biases is None else torch.cat(biases)
-    return pack(torch.cat([p.weight.detach() for p in projections]), bias)
+    return pack(torch.cat([p.weight.detach() for p in projections]), bias, memory)
 
 
 def _biases(projections: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
@@ -253,7 +257,7 @@ def _biases(projections: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
     return [z if b is None else b for z, b in zip(zeros, biases, strict=True)]
 
 
-def _mlp(mlp: Any) -> tuple[PackedLinear | None, PackedLinear | None, str]:
+def _mlp(mlp: Any, memory: HugePages) -> tuple[PackedLinear | None, PackedLinear | None, str]:
     """A gated MLP packed; nothing where it is something else, which then runs as it is."""
     if mlp is None:
         raise UnusualBuildError("a layer has no mlp")
@@ -270,8 +274,9 @@ def _mlp(mlp: Any) -> tuple[PackedLinear | None, PackedLinear | None, str]:
         parts = [_linear(mlp.gate_proj), _linear(mlp.up_proj)]
         gate, up = (p.weight for p in parts)
         biases = _biases(parts)
-    packed = pack_gated(gate, up) if biases is None else pack_gated(gate, up, *biases)
-    return packed, pack(down.weight, _bias(down)), act
+    gate_bias, up_bias = biases or (None, None)
+    packed = pack_gated(gate, up, gate_bias, up_bias, memory)
+    return packed, pack(down.weight, _bias(down), memory), act
 
 
 def _gate_of(mlp: Any) -> str | None:

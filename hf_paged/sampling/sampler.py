@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hf_paged.errors import InvalidRequestError
+from hf_paged.kernels import cpu
 from hf_paged.sampling import stages
 from hf_paged.sampling.history import History
 from hf_paged.sampling.logprobs import Logprob as Logprob
@@ -243,6 +244,9 @@ class _Batch:
 def _most_likely(scores: torch.Tensor, rows: Sequence[int]) -> list[int]:
     """The token with the highest score in each of ``rows``; the lowest id where several have it."""
     if stages.in_numpy(scores):
+        places = cpu.argmax(scores, rows)  # on all cores
+        if places is not None:
+            return places
         found = scores.numpy()
         return [int(found[row].argmax()) for row in rows]
     best = scores.argmax(dim=-1).tolist()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from collections.abc import Sequence
 
+import psutil
 import pytest
 import torch
 
 from hf_paged.kernels.cpu import native
 from hf_paged.kernels.cpu.decoder import PANEL, Decoder, Norm, pack, pack_gated
+from hf_paged.kernels.cpu.memory import HugePages
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="the CPU kernels are not built")
 
@@ -82,18 +85,18 @@ def test_threads_and_what_is_read_beyond_the_rows_change_nothing(
 def test_memory_that_ends_while_buffers_grow_leaves_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     made, linear, x = decoder(96, torch.float32), pack(torch.randn(64, 96)), torch.randn(300, 96)
     want = made.project(None, linear, x[:30].contiguous())
-    zeros, left = torch.zeros, [3]
+    zeros, left = HugePages.zeros, [3]
 
-    def until_full(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def until_full(memory: HugePages, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         left[0] -= 1
         if left[0] < 0:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return zeros(*args, **kwargs)
+            raise MemoryError("no memory")
+        return zeros(memory, shape, dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", until_full)
+        patch.setattr(HugePages, "zeros", until_full)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="can't allocate"):
+            with pytest.raises(MemoryError, match="no memory"):
                 made.project(None, linear, x)
     assert torch.equal(made.project(None, linear, x[:30].contiguous()), want)
     assert torch.equal(made.project(None, linear, x)[:30], want)
@@ -114,9 +117,28 @@ def test_panels_hold_every_weight_once_and_zeros_elsewhere() -> None:
     assert packed.packed.shape == (2, 6, PANEL) and (packed.n, packed.k) == (50, 6)
     assert torch.equal(packed.packed.transpose(1, 2).reshape(64, 6)[:50], weight)
     assert packed.packed.count_nonzero() == 50 * 6
-    pairs = pack(torch.randn(40, 34, dtype=torch.bfloat16))
+    bf16 = torch.randn(40, 34, dtype=torch.bfloat16)
+    pairs = pack(bf16)
     assert pairs.packed.numel() * 2 == 64 * 64 and pairs.nbytes == 64 * 64 * 2
+    # panel, 32 of the depth, half of the outputs, pair, output
+    tiles = pairs.packed.view(torch.bfloat16).view(2, 2, 2, 16, 16, 2)
+    assert torch.equal(tiles.permute(0, 2, 4, 1, 3, 5).reshape(64, 64)[:40, :34], bf16)
     gated = pack_gated(torch.ones(20, 4), 2 * torch.ones(20, 4), torch.ones(20), 3 * torch.ones(20))
     panel = gated.packed[0, 0]
     assert panel.tolist() == [1.0] * 16 + [2.0] * 16
     assert gated.n == 64 and gated.bias is not None and gated.bias[16:32].tolist() == [3.0] * 16
+
+
+def test_memory_of_huge_pages_is_zero_and_goes_with_its_tensors() -> None:
+    memory = HugePages()
+    small, large = memory.zeros((3, 5), torch.bfloat16), memory.zeros((40 << 20,), torch.uint8)
+    more = [memory.zeros((40 << 20,), torch.uint8) for _ in range(2)]  # of a chunk each
+    for tensor in (small, large, *more):
+        assert tensor.is_contiguous() and tensor.data_ptr() % 64 == 0 and not tensor.any()
+        tensor.fill_(1)
+    assert all(bool((tensor == 1).all()) for tensor in (small, large, *more))
+    assert memory.zeros((0, 4), torch.float32).shape == (0, 4)
+    before = psutil.Process().memory_info().rss
+    del memory, small, large, more, tensor
+    gc.collect()
+    assert before - psutil.Process().memory_info().rss > 100 << 20

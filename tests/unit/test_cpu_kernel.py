@@ -650,3 +650,44 @@ def test_checksum_takes_any_dtype(dtype: torch.dtype) -> None:
     y = x.clone()
     y[400] = not y[400]
     assert checksum(x) != checksum(y)
+
+
+# -------------------------------------------------------------------------------------------------------- argmax
+
+
+@needs_library
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads_used", [1, 3])
+@pytest.mark.parametrize("n", [1, 63, 64, 2047, 2048, 2049, 5000, 49152])
+def test_argmax_is_that_of_numpy(n: int, threads_used: int) -> None:
+    torch.set_num_threads(threads_used)
+    generator = torch.Generator().manual_seed(n)
+    whole = torch.randn(12, n + 3, generator=generator)
+    x = whole[:, :n]  # rows further apart than they are long
+    x[1] = x[1].round()  # the same number many times
+    x[2] = float("-inf")
+    x[3, n // 2 :] = float("-inf")
+    x[4] = float("inf")
+    x[5, n // 2], x[5, -1] = float("nan"), float("inf")
+    x[6, [0, n // 3, n - 1]] = float("nan")
+    x[7, [n // 4, n - 1]] = 100.0
+    x[8, -1] = float("nan")
+    x[9], x[9, n // 5] = -0.0, 0.0
+    rows = [11, *range(11), 4]
+    found = cpu.argmax(x, rows)
+    assert found == [int(x[row].numpy().argmax()) for row in rows]
+
+
+@needs_library
+def test_argmax_leaves_to_numpy_what_it_cannot_read() -> None:
+    x = torch.randn(4, 10)
+    for scores, rows in (
+        (x.double(), [0]),
+        (x.T, [0]),
+        (x, []),
+        (x, [4]),
+        (x, [-1]),
+        (x[:, :0], [0]),
+        (x.bfloat16(), [1]),
+    ):
+        assert cpu.argmax(scores, rows) is None

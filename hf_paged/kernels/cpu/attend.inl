@@ -18,9 +18,8 @@
 // Inside a tile rows go through in strips of up to kStrip rows, the accumulators of which live in registers.
 
 #include "hfp_abi.h"
+#include "scratch.h"
 #include "simd.h"
-
-#include <stdlib.h>
 
 #ifdef _OPENMP
 extern "C" int omp_get_thread_num(void);
@@ -479,25 +478,6 @@ HFP_INLINE float softmax_row(float* s, typename T::Weight* p, int n, int first_k
 }
 
 // ---------------------------------------------------------------------------------------------- scratch memory
-
-HFP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// Grows, is kept by its thread, and is freed only with it: a call must not pay for malloc.
-struct Scratch {
-    char* base = nullptr;
-    int64_t size = 0;
-    ~Scratch() { free(base); }
-};
-
-HFP_INLINE char* reserve(Scratch* s, int64_t bytes) {
-    if (s->size < bytes) {
-        free(s->base);
-        s->size = round_up(bytes + bytes / 4, 4096);
-        s->base = static_cast<char*>(aligned_alloc(4096, static_cast<size_t>(s->size)));
-        if (!s->base) s->size = 0;
-    }
-    return s->base;
-}
 
 thread_local Scratch tls_work, tls_items, tls_members;
 
@@ -1186,7 +1166,8 @@ void run_thread(Job* job, int64_t* next, int64_t total) {
         const int head = static_cast<int>(mine % heads);
         const Item* next_item = then < total ? job->items + then / heads : nullptr;
 #if HFP_USE_AMX
-        if (job->amx && item.num_splits == 0) {
+        // A single query may be read together with others' another time, and must come to the same bits.
+        if (job->amx && item.j1 - item.j0 > 1 && item_rows(job, item) > kMaxNarrowRows) {
             run_item_amx(job, item, head, w);
             mine = then;
             continue;

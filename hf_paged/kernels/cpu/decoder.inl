@@ -47,17 +47,17 @@ HFP_INLINE void put(void* out, int64_t at, VF v) {
 #endif
 }
 
-// out[at..at + n) = value(i) of vectors where a whole one fits, of numbers at the end
+// Numbers [0, n) of row r: vector(i) where a whole one fits, number(i) at the end.
 template <bool BF16, class Vector, class Number>
-HFP_INLINE void put_row(void* out, int64_t at, int64_t n, const Vector& vector, const Number& number) {
+HFP_INLINE void put_row(const Rows& out, int64_t r, int64_t n, const Vector& vector, const Number& number) {
     int64_t i = 0;
-    for (; i + HFP_W <= n; i += HFP_W) put<BF16>(out, at + i, vector(i));
-    for (; i < n; i++) put<BF16>(out, at + i, number(i));
+    for (; i + HFP_W <= n; i += HFP_W) put<BF16>(place<BF16>(out, r, i), 0, vector(i));
+    for (; i < n; i++) put<BF16>(place<BF16>(out, r, i), 0, number(i));
 }
 
 template <bool BF16>
-HFP_INLINE void put_copy(void* out, int64_t at, const float* x, int64_t n) {
-    put_row<BF16>(out, at, n, [&](int64_t i) { return load(x + i); }, [&](int64_t i) { return x[i]; });
+HFP_INLINE void put_copy(const Rows& out, int64_t r, const float* x, int64_t n) {
+    put_row<BF16>(out, r, n, [&](int64_t i) { return load(x + i); }, [&](int64_t i) { return x[i]; });
 }
 
 HFP_INLINE float scale_of(const float* x, int64_t n, float eps) {
@@ -73,18 +73,18 @@ HFP_INLINE float scale_of(const float* x, int64_t n, float eps) {
 }
 
 template <bool BF16>
-HFP_INLINE void norm_rows(const hfp_norm* norm, const float* x, int64_t rows, int64_t n, void* out, int64_t ldo, int num_threads) {
+HFP_INLINE void norm_rows(const hfp_norm* norm, const float* x, int64_t rows, int64_t n, const Rows& out, int num_threads) {
     parallel(num_threads, rows * n > kSerialFloats, [&](int t, int threads) {
         int64_t first, last;
         share(rows, t, threads, &first, &last);
         for (int64_t r = first; r < last; r++) {
             const float* row = x + r * n;
             if (!norm->w) {
-                put_copy<BF16>(out, r * ldo, row, n);
+                put_copy<BF16>(out, r, row, n);
                 continue;
             }
             const float scale = scale_of(row, n, norm->eps), *w = norm->w;
-            put_row<BF16>(out, r * ldo, n, [&](int64_t i) { return load(row + i) * splat(scale) * load(w + i); },
+            put_row<BF16>(out, r, n, [&](int64_t i) { return load(row + i) * splat(scale) * load(w + i); },
                           [&](int64_t i) { return row[i] * scale * w[i]; });
         }
     });
@@ -116,42 +116,53 @@ HFP_INLINE VF activate(int act, VF x) {
     return splat(0.5f) * x * (splat(1.0f) + tanhv(inner));
 }
 
-// out[r][c] = product + bias, or += that
+// What becomes of a product's tiles. out[r][c] = product + bias, or += that:
 template <bool ADD>
-HFP_INLINE void finish_plain(const hfp_linear* linear, float* out, int64_t row, int rows, int64_t panel, const float* tile) {
-    const int64_t n = linear->n, from = panel * kPanel;
-    const int width = static_cast<int>(n - from < kPanel ? n - from : kPanel);
-    for (int r = 0; r < rows; r++) {
-        float* to = out + (row + r) * n + from;
-        const float* sums = tile + r * kPanel;
-        int c = 0;
-        for (; c + HFP_W <= width; c += HFP_W) {
-            VF y = load(sums + c);
-            if (linear->bias) y += load(linear->bias + from + c);
-            store(to + c, ADD ? load(to + c) + y : y);
-        }
-        for (; c < width; c++) {
-            const float y = linear->bias ? sums[c] + linear->bias[from + c] : sums[c];
-            to[c] = ADD ? to[c] + y : y;
-        }
-    }
-}
+struct Plain {
+    const hfp_linear* linear;
+    float* out;
 
-// h[r][c] = act(gate) * up, of whole panels: ldo has room for their padding
-template <bool BF16>
-HFP_INLINE void finish_gated(const hfp_linear* linear, int act, void* out, int64_t ldo, int64_t row, int rows, int64_t panel, const float* tile) {
-    const int64_t from = panel * (kPanel / 2);
-    for (int r = 0; r < rows; r++) {
-        for (int c = 0; c < kPanel / 2; c += HFP_W) {
-            VF gate = load(tile + r * kPanel + c), up = load(tile + r * kPanel + kPanel / 2 + c);
-            if (linear->bias) {
-                gate += load(linear->bias + panel * kPanel + c);
-                up += load(linear->bias + panel * kPanel + kPanel / 2 + c);
+    HFP_INLINE_MEMBER void operator()(int64_t row, int rows, int64_t panel, const float* tile) const {
+        const int64_t n = linear->n, from = panel * kPanel;
+        const int width = static_cast<int>(n - from < kPanel ? n - from : kPanel);
+        for (int r = 0; r < rows; r++) {
+            float* to = out + (row + r) * n + from;
+            const float* sums = tile + r * kPanel;
+            int c = 0;
+            for (; c + HFP_W <= width; c += HFP_W) {
+                VF y = load(sums + c);
+                if (linear->bias) y += load(linear->bias + from + c);
+                store(to + c, ADD ? load(to + c) + y : y);
             }
-            put<BF16>(out, (row + r) * ldo + from + c, activate(act, gate) * up);
+            for (; c < width; c++) {
+                const float y = linear->bias ? sums[c] + linear->bias[from + c] : sums[c];
+                to[c] = ADD ? to[c] + y : y;
+            }
         }
     }
-}
+};
+
+// out[r][c] = act(gate) * up, of whole panels: rows have room for their padding.
+template <bool BF16>
+struct Gated {
+    const hfp_linear* linear;
+    int act;
+    Rows out;
+
+    HFP_INLINE_MEMBER void operator()(int64_t row, int rows, int64_t panel, const float* tile) const {
+        const int64_t from = panel * (kPanel / 2);
+        for (int r = 0; r < rows; r++) {
+            for (int c = 0; c < kPanel / 2; c += HFP_W) {
+                VF gate = load(tile + r * kPanel + c), up = load(tile + r * kPanel + kPanel / 2 + c);
+                if (linear->bias) {
+                    gate += load(linear->bias + panel * kPanel + c);
+                    up += load(linear->bias + panel * kPanel + kPanel / 2 + c);
+                }
+                put<BF16>(place<BF16>(out, row + r, from + c), 0, activate(act, gate) * up);
+            }
+        }
+    }
+};
 
 // Rotates the first `rotary` dimensions of a head, in halves.
 HFP_INLINE void rotate_head(float* head, const float* cos, const float* sin, int rotary) {
@@ -174,6 +185,8 @@ HFP_INLINE void split_heads(const hfp_decode_args* args, const hfp_decoder_layer
     const hfp_decoder* d = args->decoder;
     const hfp_workspace* work = args->work;
     const int64_t dim = d->head_dim, nq = d->heads * dim, nk = d->kv_heads * dim, all = nq + 2 * nk;
+    const Rows q = {static_cast<char*>(work->q), nq, false}, k = {static_cast<char*>(work->k), nk, false};
+    const Rows v = {static_cast<char*>(work->v), nk, false};
     parallel(d->num_threads, args->tokens * all > kSerialFloats, [&](int t, int threads) {
         int64_t first, last;
         share(args->tokens, t, threads, &first, &last);
@@ -188,27 +201,22 @@ HFP_INLINE void split_heads(const hfp_decode_args* args, const hfp_decoder_layer
                 if (norm->w && !layer->whole_qk_norm) norm_in_place(norm, row + h * dim, dim);
                 rotate_head(row + h * dim, args->cos + r * d->rotary_dim, args->sin + r * d->rotary_dim, d->rotary_dim);
             }
-            put_copy<BF16>(work->q, r * nq, row, nq);
-            put_copy<BF16>(work->k, r * nk, row + nq, nk);
-            put_copy<BF16>(work->v, r * nk, row + nq + nk, nk);
+            put_copy<BF16>(q, r, row, nq);
+            put_copy<BF16>(k, r, row + nq, nk);
+            put_copy<BF16>(v, r, row + nq + nk, nk);
         }
     });
 }
 
 // x += norm(linear(a)), or without the norm straight into x
 template <bool BF16>
-HFP_INLINE void add_product(const hfp_decode_args* args, const hfp_linear* linear, const hfp_norm* norm, const void* a, int64_t lda) {
+HFP_INLINE void add_product(const hfp_decode_args* args, const hfp_linear* linear, const hfp_norm* norm, const Rows& a) {
     const hfp_decoder* d = args->decoder;
-    const char* rows = static_cast<const char*>(a);
     if (!norm->w) {
-        product<BF16>(linear, rows, lda, args->tokens, d->num_threads, [&](int64_t row, int n, int64_t panel, const float* tile) {
-            finish_plain<true>(linear, args->x, row, n, panel, tile);
-        });
+        product<BF16>(linear, a, args->tokens, d->num_threads, Plain<true>{linear, args->x});
         return;
     }
-    product<BF16>(linear, rows, lda, args->tokens, d->num_threads, [&](int64_t row, int n, int64_t panel, const float* tile) {
-        finish_plain<false>(linear, args->work->y, row, n, panel, tile);
-    });
+    product<BF16>(linear, a, args->tokens, d->num_threads, Plain<false>{linear, args->work->y});
     add_normed(norm, args->work->y, args->x, args->tokens, d->hidden, d->num_threads);
 }
 
@@ -217,28 +225,24 @@ int decode(const hfp_decode_args* args) {
     const hfp_decoder* d = args->decoder;
     const hfp_workspace* work = args->work;
     const int64_t tokens = args->tokens, dim = d->head_dim, nq = d->heads * dim, nk = d->kv_heads * dim;
-    const int64_t lda = round_up(d->hidden, 32);
+    const Rows a = rows_to_read<BF16>(work->a, round_up(d->hidden, 32), d->hidden, tokens);
+    const Rows o = {static_cast<char*>(work->o), nq, false};
     for (int i = args->first; i < args->last; i++) {
         const hfp_decoder_layer* layer = d->layers + i;
-        norm_rows<BF16>(&layer->before_attn, args->x, tokens, d->hidden, work->a, lda, d->num_threads);
-        product<BF16>(&layer->qkv, static_cast<const char*>(work->a), lda, tokens, d->num_threads,
-                      [&](int64_t row, int n, int64_t panel, const float* tile) {
-                          finish_plain<false>(&layer->qkv, work->y, row, n, panel, tile);
-                      });
+        norm_rows<BF16>(&layer->before_attn, args->x, tokens, d->hidden, a, d->num_threads);
+        product<BF16>(&layer->qkv, a, tokens, d->num_threads, Plain<false>{&layer->qkv, work->y});
         split_heads<BF16>(args, layer);
         int status = hfp_write(layer->kv, work->k, work->v, args->slots, tokens, nk, dim, nk, dim, d->num_threads);
         if (status) return status;
         status = hfp_attend(layer->kv, args->batch, layer->params, work->o, work->q, tokens, nq, dim, d->heads, d->num_threads, layer->sinks, nullptr);
         if (status) return status;
-        add_product<BF16>(args, &layer->o, &layer->after_attn, work->o, nq);
+        add_product<BF16>(args, &layer->o, &layer->after_attn, o);
         if (!layer->gate_up.w) continue;
-        norm_rows<BF16>(&layer->before_mlp, args->x, tokens, d->hidden, work->a, lda, d->num_threads);
-        const int64_t ldh = round_up(layer->down.k, 32);
-        product<BF16>(&layer->gate_up, static_cast<const char*>(work->a), lda, tokens, d->num_threads,
-                      [&](int64_t row, int n, int64_t panel, const float* tile) {
-                          finish_gated<BF16>(&layer->gate_up, layer->act, work->h, ldh, row, n, panel, tile);
-                      });
-        add_product<BF16>(args, &layer->down, &layer->after_mlp, work->h, ldh);
+        norm_rows<BF16>(&layer->before_mlp, args->x, tokens, d->hidden, a, d->num_threads);
+        const int inner = layer->down.k;
+        const Rows h = rows_to_read<BF16>(work->h, round_up(inner, 32), inner, tokens);
+        product<BF16>(&layer->gate_up, a, tokens, d->num_threads, Gated<BF16>{&layer->gate_up, layer->act, h});
+        add_product<BF16>(args, &layer->down, &layer->after_mlp, h);
     }
     return HFP_OK;
 }
@@ -246,16 +250,14 @@ int decode(const hfp_decode_args* args) {
 template <bool BF16>
 int project(const hfp_project_args* args) {
     const hfp_decoder* d = args->decoder;
-    const int64_t lda = round_up(d->hidden, 32);
     if (!args->linear) {
-        norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, args->out, d->hidden, d->num_threads);
+        const Rows out = {static_cast<char*>(args->out), d->hidden, false};
+        norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, out, d->num_threads);
         return HFP_OK;
     }
-    norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, args->a, lda, d->num_threads);
-    product<BF16>(args->linear, static_cast<const char*>(args->a), lda, args->rows, d->num_threads,
-                  [&](int64_t row, int n, int64_t panel, const float* tile) {
-                      finish_plain<false>(args->linear, static_cast<float*>(args->out), row, n, panel, tile);
-                  });
+    const Rows a = rows_to_read<BF16>(args->a, round_up(d->hidden, 32), d->hidden, args->rows);
+    norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, a, d->num_threads);
+    product<BF16>(args->linear, a, args->rows, d->num_threads, Plain<false>{args->linear, static_cast<float*>(args->out)});
     return HFP_OK;
 }
 

@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.errors import InternalError
 from hf_paged.kernels.cpu import native
+from hf_paged.kernels.cpu.memory import HugePages
 
 #: outputs whose weights lie side by side; rows and columns of buffers are padded to whole ones
 PANEL = 32
@@ -133,15 +134,17 @@ class DecoderLayer:
     keep: Any = None
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    """Pack ``weight [n, k]`` (float32 or bfloat16) of ``y = x W^T + b``."""
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None) -> PackedLinear:
+    """Pack ``weight [n, k]`` (float32 or bfloat16) of ``y = x W^T + b``, in ``memory`` where that is given."""
     n, k = weight.shape
-    return PackedLinear(_panels(weight.detach()), None if bias is None else bias.detach().float().contiguous(), n, k)
+    panels = _panels(weight.detach(), memory or HugePages())
+    return PackedLinear(panels, None if bias is None else bias.detach().float().contiguous(), n, k)
 
 
 def pack_gated(
-    gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None = None, up_bias: torch.Tensor | None = None
-) -> PackedLinear:
+    gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None = None, up_bias: torch.Tensor | None = None,
+    memory: HugePages | None = None,
+) -> PackedLinear:  # fmt: skip
     """Pack two products of the same rows, ``[n, k]`` each, so that the two outputs that belong together are summed by
     the same thread: 16 of the first and 16 of the second in a panel."""
     if (gate_bias is None) != (up_bias is None):
@@ -150,7 +153,7 @@ def pack_gated(
     bias = None
     if gate_bias is not None and up_bias is not None:
         bias = _interleaved(gate_bias.detach().float()[:, None], up_bias.detach().float()[:, None])[:, 0].contiguous()
-    return PackedLinear(_panels(weight), bias, weight.shape[0], weight.shape[1])
+    return PackedLinear(_panels(weight, memory or HugePages()), bias, weight.shape[0], weight.shape[1])
 
 
 def _interleaved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -161,17 +164,20 @@ def _interleaved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return both.view(2, groups, half, k).transpose(0, 1).reshape(groups * PANEL, k)
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
+def _panels(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
     n, k = weight.shape
     panels = -(-n // PANEL)
     paired = weight.dtype == torch.bfloat16
     depth = -(-k // PANEL) * PANEL if paired else k
     if (panels * PANEL, depth) != (n, k):
         weight = torch.nn.functional.pad(weight, (0, depth - k, 0, panels * PANEL - n))
-    if paired:  # two bfloat16 travel as one number
-        pairs = weight.contiguous().view(torch.int32).view(panels, PANEL, depth // 2)
-        return pairs.transpose(1, 2).contiguous()
-    return weight.view(panels, PANEL, depth).transpose(1, 2).contiguous()
+    if not paired:
+        return memory.zeros((panels, depth, PANEL), weight.dtype).copy_(
+            weight.view(panels, PANEL, depth).transpose(1, 2)
+        )
+    half = PANEL // 2  # two bfloat16 travel as one number
+    tiles = weight.contiguous().view(torch.int32).view(panels, 2, half, depth // PANEL, half).permute(0, 3, 1, 4, 2)
+    return memory.zeros(tiles.shape, torch.int32).copy_(tiles)
 
 
 class Decoder:
@@ -221,8 +227,9 @@ class Decoder:
         if rows <= self._rows:
             return
         rows = -(-rows // PANEL) * PANEL
+        memory = HugePages()
         buffers = {
-            name: torch.zeros(rows, width, dtype=torch.float32 if name == "y" else self.dtype, device="cpu")
+            name: memory.zeros((rows, width), torch.float32 if name == "y" else self.dtype)
             for name, width in self._widths.items()
         }
         # only now: where memory ended on the way, shorter calls go on with what there was

@@ -3,10 +3,10 @@
 // Packed weights of a product y = x W^T + b, W [n, k], in panels of 32 outputs, n and k padded with zeros to whole ones:
 //
 //   fp32   [n / 32][k][32 outputs]
-//   bf16   [n / 32][k / 2][32 outputs][2], k padded to a multiple of 32
+//   bf16   [n / 32][k / 32][2][16 pairs][16 outputs][2], k padded to a multiple of 32
 //
 // A thread that computes a panel reads it from front to end. The layout depends on the dtype only: 64 bytes are one row
-// of an AMX tile, the operand of vdpbf16ps, or a vector of floats.
+// of an AMX tile, the operand of vdpbf16ps, or a vector of floats, and 1 KiB in one piece is a tile.
 #pragma once
 
 #include "hfp_abi.h"

@@ -6,9 +6,8 @@
 #pragma once
 
 #include "hfp_decoder.h"
+#include "scratch.h"
 #include "simd.h"
-
-#include <stdlib.h>
 
 #ifdef _OPENMP
 extern "C" int omp_get_thread_num(void);
@@ -28,6 +27,7 @@ constexpr int kTile = 3;
 constexpr int kTile = 2;
 #endif
 constexpr int kAhead = 4096;  // bytes of a panel that are asked for before they are needed
+constexpr int kRowsAhead = 2048;  // and of rows that are tiled
 
 // Runs body(thread, threads), with one thread where there is little to do.
 template <class Body>
@@ -50,11 +50,29 @@ HFP_INLINE void share(int64_t n, int t, int threads, int64_t* begin, int64_t* en
     *end = n * (t + 1) / threads;
 }
 
-HFP_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
 template <bool BF16>
 HFP_INLINE int64_t panel_bytes(int k) {
     return BF16 ? round_up(k, 32) * kPanel * 2 : static_cast<int64_t>(k) * kPanel * 4;
+}
+
+// Rows of numbers that products read, `ld` numbers apart. Where they are tiled, they lie in tiles of 16 rows and 32
+// numbers, 1 KiB in one piece each, and those of the same rows one behind the other: strided rows share few sets of the
+// cache. Tiled rows are whole tiles wide, for nobody zeroes what pads them.
+struct Rows {
+    char* data;
+    int64_t ld;
+    bool tiled;
+};
+
+template <bool BF16>
+HFP_INLINE Rows rows_to_read(void* data, int64_t ld, int64_t width, int64_t rows) {
+    return {static_cast<char*>(data), ld, HFP_USE_AMX && BF16 && rows > kPanel && ld == width && width % 32 == 0};
+}
+
+template <bool BF16>
+HFP_INLINE char* place(const Rows& rows, int64_t r, int64_t i) {
+    if (HFP_USE_AMX && rows.tiled) return rows.data + (r / 16 * (rows.ld / 32) + i / 32) * 1024 + r % 16 * 64 + i % 32 * 2;
+    return rows.data + (r * rows.ld + i) * (BF16 ? 2 : 4);
 }
 
 // tile[r][0..31] of ROWS rows of `a` (lda elements apart) with one panel.
@@ -66,11 +84,11 @@ HFP_INLINE void multiply(const char* panel, int k, const char* a, int64_t lda, f
         const uint16_t* rows = reinterpret_cast<const uint16_t*>(a);
         const int pairs = static_cast<int>(round_up(k, 32) / 2);
         for (int i = 0; i < pairs; i++) {
-            const char* w = panel + static_cast<int64_t>(i) * kPanel * 4;
+            const char* w = panel + static_cast<int64_t>(i / 16) * 2048 + i % 16 * 64;
             prefetch<false>(w + kAhead);
-            prefetch<false>(w + kAhead + 64);
+            prefetch<false>(w + kAhead + 1024);
 #if defined(__AVX512BF16__)
-            const __m512bh b0 = (__m512bh)_mm512_loadu_si512(w), b1 = (__m512bh)_mm512_loadu_si512(w + 64);
+            const __m512bh b0 = (__m512bh)_mm512_loadu_si512(w), b1 = (__m512bh)_mm512_loadu_si512(w + 1024);
             HFP_UNROLL for (int r = 0; r < ROWS; r++) {
                 int32_t pair;
                 memcpy(&pair, rows + r * lda + 2 * i, 4);
@@ -80,7 +98,7 @@ HFP_INLINE void multiply(const char* panel, int k, const char* a, int64_t lda, f
             }
 #else
             HFP_UNROLL for (int v = 0; v < kVectors; v++) {
-                const VI both = load_int(w + v * HFP_W * 4);
+                const VI both = load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4);
                 const VF even = as_float(both << 16), odd = as_float(both & splat_int(static_cast<int32_t>(0xffff0000u)));
                 HFP_UNROLL for (int r = 0; r < ROWS; r++) {
                     acc[r][v] = fma(splat(bf16_to_float(rows[r * lda + 2 * i])), even, acc[r][v]);
@@ -129,10 +147,12 @@ struct __attribute__((aligned(64))) ProductTiles {
 };
 
 // 32 rows, or the 16 that hold all there are, of which the last may be padding. Rows lie `stride` bytes apart, tiles of
-// them `next` bytes from one to the next 32 columns and `below` bytes to the next 16 rows.
+// them `next` bytes from one to the next 32 columns and `below` bytes to the next 16 rows. With FIRST the panel comes from
+// memory, else the rows do from the second cache, where they are tiled.
 template <bool FIRST>
 HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* a, int64_t stride, int64_t next, int64_t below, float* tile) {
     const char* low = a + below;
+    const bool tiled = stride == 64;
     _tile_zero(0);
     _tile_zero(1);
     if (both) {
@@ -143,9 +163,13 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
         if (FIRST) {
             for (int line = 0; line < 32; line++) prefetch<false>(panel + kAhead + 64 * line);
         }
+        if (tiled) {
+            for (int line = 0; line < 16; line++) prefetch<true>(a + kRowsAhead + 64 * line);
+            for (int line = 0; both && line < 16; line++) prefetch<true>(low + kRowsAhead + 64 * line);
+        }
         _tile_loadd(4, a, stride);
-        _tile_loadd(6, panel, 128);
-        _tile_loadd(7, panel + 64, 128);
+        _tile_loadd(6, panel, 64);
+        _tile_loadd(7, panel + 1024, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (both) {
@@ -162,81 +186,105 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
     }
 }
 
-// Copies rows of `a` so that every tile is 1 KiB in one piece. Strided rows share few sets of the cache.
-HFP_INLINE void to_tiles(const char* a, int64_t lda, int64_t rows, int64_t k, char* out, int num_threads) {
+// Copies of rows that were not tiled when they were made.
+HFP_INLINE Rows to_tiles(const Rows& from, int64_t rows, int64_t k, char* memory, int num_threads) {
     const int64_t across = round_up(k, 32) / 32;
+    const Rows to = {memory, across * 32, true};
     parallel(num_threads, true, [&](int t, int threads) {
         int64_t first, last;
         share(rows, t, threads, &first, &last);
         for (int64_t r = first; r < last; r++) {
-            const char* from = a + r * lda * 2;
-            char* to = out + r / 16 * across * 1024 + r % 16 * 64;
-            for (int64_t i = 0; i < across; i++) memcpy(to + i * 1024, from + i * 64, 64);
+            for (int64_t i = 0; i < across; i++) memcpy(place<true>(to, r, i * 32), place<true>(from, r, i * 32), 64);
         }
     });
+    return to;
 }
+
+thread_local Scratch tls_tiles;
 #endif
 
-// Calls finish(row, rows, panel, tile) for every tile of the product. Rows of `a` may be read up to a multiple of 32.
+// Calls finish(row, rows, panel, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to
+// a multiple of 32.
 template <bool BF16, class Finish>
-HFP_INLINE void product(const hfp_linear* linear, const char* a, int64_t lda, int64_t rows, int num_threads, const Finish& finish) {
+HFP_INLINE void multiply_panel(const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, const Finish& finish) {
     const int k = linear->k;
-    const int64_t panels = round_up(linear->n, kPanel) / kPanel, size = panel_bytes<BF16>(k);
+    const char* panel = static_cast<const char*>(linear->w) + p * panel_bytes<BF16>(k);
+    float tile[kPanel * kPanel] __attribute__((aligned(64)));
+    int64_t at = top;
+#if HFP_USE_AMX
+    const int64_t stride = a.tiled ? 64 : a.ld * 2, next = a.tiled ? 1024 : 64, below = a.ld * 32;
+    for (; BF16 && at < bottom; at += kPanel) {
+        const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
+        const char* from = place<BF16>(a, at, 0);
+        if (at == top) {  // later rows find the panel in the cache
+            multiply_tiles<true>(here > 16, panel, k, from, stride, next, below, tile);
+        } else {
+            multiply_tiles<false>(here > 16, panel, k, from, stride, next, below, tile);
+        }
+        finish(at, here, p, tile);
+    }
+#endif
+    while (at < bottom) {
+        const int here = static_cast<int>(bottom - at < kTile ? bottom - at : kTile);
+        multiply_rows<BF16>(here, panel, k, place<BF16>(a, at, 0), a.ld, tile);
+        finish(at, here, p, tile);
+        at += here;
+    }
+}
+
+// Panels [next, last) with rows [top, bottom), one after the other for whoever comes.
+struct alignas(64) Range {
+    int64_t next, last, top, bottom;
+};
+constexpr int kMaxRanges = 64;
+
+// Calls finish as multiply_panel does, for the whole product. Each thread has a range of its own, whose panels follow each
+// other in memory, and helps with the others' when that is done: threads are seldom equally fast.
+template <bool BF16, class Finish>
+HFP_INLINE void product(const hfp_linear* linear, Rows a, int64_t rows, int num_threads, const Finish& finish) {
+    const int k = linear->k;
+    const int64_t panels = round_up(linear->n, kPanel) / kPanel;
 #if HFP_USE_AMX
     // Worth it where rows are read again for many panels; without the memory rows are read where they are.
-    const int64_t across = round_up(k, 32) / 32;
-    char* tiled = nullptr;
-    if (BF16 && rows > kPanel) tiled = static_cast<char*>(aligned_alloc(64, static_cast<size_t>(round_up(rows, kPanel) / 16 * across * 1024)));
-    if (tiled) to_tiles(a, lda, rows, k, tiled, num_threads);
+    if (BF16 && rows > kPanel && !a.tiled) {
+        char* memory = reserve(&tls_tiles, round_up(rows, kPanel) * round_up(k, 32) * 2);
+        if (memory) a = to_tiles(a, rows, k, memory, num_threads);
+    }
 #endif
-    // With many rows and few panels, threads share panels.
-    int by_rows = 1;
-    while (num_threads / by_rows * 4 > panels && rows / (by_rows * 2) >= 2 * kPanel) by_rows *= 2;
+    // With many rows and few panels, ranges share panels.
+    int groups = 1;
+    while (num_threads / groups * 4 > panels && rows / (groups * 2) >= 2 * kPanel && groups * 2 <= kMaxRanges) groups *= 2;
+    const int most = num_threads < kMaxRanges ? num_threads : kMaxRanges;
+    if (groups > most) groups = most;
+    const int each = most / groups, count = each * groups;
+    Range ranges[kMaxRanges];
+    for (int i = 0; i < count; i++) {
+        Range& range = ranges[i];
+        share(panels, i % each, each, &range.next, &range.last);
+        share(round_up(rows, kPanel) / kPanel, i / each, groups, &range.top, &range.bottom);
+        range.top *= kPanel;
+        range.bottom = range.bottom * kPanel < rows ? range.bottom * kPanel : rows;
+    }
     parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int threads) {
-        const int groups = by_rows < threads ? by_rows : threads, each = threads / groups;
-        if (t >= each * groups) return;  // an odd one out
-        int64_t first, last, top, bottom;
-        share(panels, t % each, each, &first, &last);
-        share(round_up(rows, kPanel) / kPanel, t / each, groups, &top, &bottom);
-        top *= kPanel;
-        bottom = bottom * kPanel < rows ? bottom * kPanel : rows;
-        float tile[kPanel * kPanel] __attribute__((aligned(64)));
+        (void)threads;
 #if HFP_USE_AMX
         if (BF16) {
             static const ProductTiles tiles;
             _tile_loadconfig(&tiles);
         }
 #endif
-        for (int64_t p = first; p < last; p++) {
-            const char* panel = static_cast<const char*>(linear->w) + p * size;
-            int64_t at = top;
-#if HFP_USE_AMX
-            for (; BF16 && at < bottom; at += kPanel) {
-                const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
-                const char* from = tiled ? tiled + at / 16 * across * 1024 : a + at * lda * 2;
-                const int64_t stride = tiled ? 64 : lda * 2, next = tiled ? 1024 : 64, below = tiled ? across * 1024 : 32 * lda;
-                if (at == top) {  // later rows find the panel in the cache
-                    multiply_tiles<true>(here > 16, panel, k, from, stride, next, below, tile);
-                } else {
-                    multiply_tiles<false>(here > 16, panel, k, from, stride, next, below, tile);
-                }
-                finish(at, here, p, tile);
-            }
-#endif
-            while (at < bottom) {
-                const int here = static_cast<int>(bottom - at < kTile ? bottom - at : kTile);
-                multiply_rows<BF16>(here, panel, k, a + at * lda * (BF16 ? 2 : 4), lda, tile);
-                finish(at, here, p, tile);
-                at += here;
+        for (int i = 0; i < count; i++) {
+            Range& range = ranges[(t + i) % count];
+            for (;;) {
+                const int64_t p = __atomic_fetch_add(&range.next, 1, __ATOMIC_RELAXED);
+                if (p >= range.last) break;
+                multiply_panel<BF16>(linear, a, p, range.top, range.bottom, finish);
             }
         }
 #if HFP_USE_AMX
         if (BF16) _tile_release();
 #endif
     });
-#if HFP_USE_AMX
-    free(tiled);
-#endif
 }
 
 }  // namespace
