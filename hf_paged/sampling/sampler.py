@@ -8,7 +8,7 @@ thread that runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,11 @@ class SamplerState:
         return self.params.greedy and not self.processors
 
     @property
+    def says_no_more(self) -> bool:
+        """Whether the token is all that is wanted."""
+        return self.num_logprobs is None and not self.params.stopping_criteria
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives to report; 0 also where only the likelihood of the chosen token is wanted, to rank outputs."""
         if self.params.logprobs is None and self.params.best_of is not None:
@@ -100,9 +105,14 @@ def sample(
     A row whose processors or criteria fail, or leave nothing to choose from, gives the exception instead; others go
     on.
     """
+    plain = [row for row, state in enumerate(states) if state.plain]
+    likely = dict(zip(plain, _most_likely(logits, plain), strict=True))  # of all at once, and on all cores
+    if len(likely) == len(states) and all(state.says_no_more for state in states):
+        return [Sampled(token) for token in likely.values()]
     found: list[Sampled | Exception] = []
     for rows in _chunks(logits):
-        found += _Batch(logits[rows], states[rows], tokens[rows]).run()
+        batch = _Batch(logits[rows], states[rows], tokens[rows])
+        found += batch.run({row - rows.start: likely[row] for row in plain if rows.start <= row < rows.stop})
     return found
 
 
@@ -123,9 +133,9 @@ class _Batch:
         self.place = {row: place for place, row in enumerate(r for r, s in enumerate(states) if not s.plain)}
         self.scores = logits[list(self.place)] if len(self.place) < len(logits) else logits.clone()
 
-    def run(self) -> list[Sampled | Exception]:
-        plain = [row for row in range(len(self.states)) if row not in self.place]
-        self.chosen.update(zip(plain, _most_likely(self.logits, plain), strict=True))
+    def run(self, likely: Mapping[int, int]) -> list[Sampled | Exception]:
+        """``likely`` are the most likely tokens of plain rows."""
+        self.chosen.update(likely)
         if self.place:
             self._process()
             self._take_most_likely()
