@@ -74,7 +74,8 @@ def _ratio(results: Results, case: Case, peer: PeerResult) -> str:
 def _starts(results: Results) -> Table:
     judged = [c.name for c in results.cases if c.kind == "throughput"]
     agreements = [f"{name}: as fp32 stock\n(mean prefix)" for name in judged]
-    table = _table("Start-up, memory, greedy tokens", "peer", "ready s", "first token s", "peak RSS GiB", *agreements)
+    memory = ("peak RSS GiB", "beyond model and KV,\nof the weights")
+    table = _table("Start-up, memory, greedy tokens", "peer", "ready s", "first token s", *memory, *agreements)
     for peer in results.peers:
         if not peer.reason:
             peak = max((r.peak_rss for f in peer.cases.values() for r in f.repeats), default=0)
@@ -83,9 +84,21 @@ def _starts(results: Results) -> Table:
                 _seconds(peer.start_s),
                 _seconds(peer.first_token_s),
                 f"{peak / 2**30:.2f}" if peak else "-",
+                _beyond(peer),
                 *(_agreement(peer.cases.get(name)) for name in judged),
             )
     return table
+
+
+def _beyond(peer: PeerResult) -> str:
+    """The most memory beside the loaded model and the blocks, where the peer tells those."""
+    shares = [
+        (repeat.peak_rss - found["rss_model"] - found.get("kv_bytes", 0)) / found["weight_bytes"]
+        for figures in peer.cases.values()
+        for repeat in figures.repeats
+        if {"rss_model", "weight_bytes"} <= (found := repeat.details).keys()
+    ]
+    return f"{max(shares):.2f}x" if shares else "-"
 
 
 def _agreement(figures: Figures | None) -> str:

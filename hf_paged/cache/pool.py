@@ -71,6 +71,8 @@ class KVStorage(Protocol):
 
     def copy_blocks(self, layers: Sequence[LayerKV], src: Sequence[int], dst: Sequence[int]) -> None: ...
 
+    def touched_bytes(self, kv: LayerKV) -> int: ...
+
 
 def free_memory(device: torch.device) -> int:
     """Bytes that a new allocation on ``device`` could take now."""
@@ -218,6 +220,11 @@ class KVPool:
             by_backend.setdefault(id(backend), (backend, []))[1].append(self.layers[idx])
         for backend, layers in by_backend.values():
             backend.copy_blocks(layers, src, dst)
+
+    @property
+    def touched_bytes(self) -> int:
+        """Memory that storage has taken so far: on a CPU it is taken as blocks are written, from the lowest up."""
+        return sum(self.backends[index].touched_bytes(kv) for index, kv in self.layers.items())
 
     @property
     def reserved_bytes(self) -> int:

@@ -48,6 +48,8 @@ _ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 #: of two others by a hair's breadth. So what is wrong at few tokens only, by less than this, is not seen in bfloat16
 _ALLOWED = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (0.04, 0.5)}
 _MOST = 0.9
+#: rows of logits that are compared at a time
+_SCORED_ROWS = 8
 #: positions that rotary tables begin with
 _LEAST_POSITIONS = 256
 
@@ -227,7 +229,10 @@ class FusedDecoder:
         got = self._logits(torch.as_tensor(shown[-1].output))
         if got.shape != want.shape:
             return f"its logits are of shape {list(want.shape)} where its head gives {list(got.shape)}"
-        off = self._off(got, want, want - want.mean(-1, keepdim=True), want.abs())
+        parts = zip(got.split(_SCORED_ROWS), want.split(_SCORED_ROWS), strict=True)  # rows of logits are long
+        off = _worst(
+            self.dtype, torch.cat([self._shares(g, w, w - w.mean(-1, keepdim=True), w.abs()) for g, w in parts])
+        )
         return None if off <= 1 else f"its logits are something else ({off:.2g} times what is rounding)"
 
     def _layer_difference(
@@ -263,15 +268,16 @@ class FusedDecoder:
         return None
 
     def _off(self, got: torch.Tensor, want: torch.Tensor, change: torch.Tensor, size: torch.Tensor) -> float:
-        """How far ``got`` is off, beyond the rounding of numbers as large as ``size``, as a share of ``change``, the
-        root mean square of a token's numbers. Each token by itself: some of real models' have numbers a thousand times
-        larger than all others have. Above one means that more is off than rounding explains."""
+        """How far ``got`` is off; above one means that more is off than rounding explains."""
+        return _worst(self.dtype, self._shares(got, want, change, size))
+
+    def _shares(self, got: torch.Tensor, want: torch.Tensor, change: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        """How far each token of ``got`` is off, beyond the rounding of numbers as large as ``size``, as a share of
+        ``change``, the root mean square of a token's numbers. Each token by itself: some of real models' have numbers a
+        thousand times larger than all others have."""
         excess = ((got - want).abs() - size * _ROUNDING[self.dtype]).clamp_min(0)
         off, whole = (x.square().mean(-1).sqrt() for x in (excess, change))
-        shares = torch.where(off == 0, off, off / whole)
-        most, any_ = _ALLOWED[self.dtype]
-        # the first sees only itself, and has nothing to choose from
-        return float(torch.stack([shares.quantile(_MOST) / most, shares[0] / most, shares.max() / any_]).max())
+        return torch.where(off == 0, off, off / whole)
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -346,3 +352,10 @@ class FusedDecoder:
             if table.shape != (len(positions), self.rotary_dim) or table.device.type != "cpu":
                 raise UnusualBuildError(f"its rotary tables of {len(positions)} positions are {list(table.shape)}")
         return cos.float().contiguous(), sin.float().contiguous()
+
+
+def _worst(dtype: torch.dtype, shares: torch.Tensor) -> float:
+    """How often the worst of ``shares`` is what rounding explains."""
+    most, any_ = _ALLOWED[dtype]
+    # the first token sees only itself, and has nothing to choose from
+    return float(torch.stack([shares.quantile(_MOST) / most, shares[0] / most, shares.max() / any_]).max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from hf_paged.kernels.cpu import native
 from hf_paged.kernels.cpu.decoder import PANEL, Decoder, Norm, pack, pack_gated
-from hf_paged.kernels.cpu.memory import HugePages
+from hf_paged.kernels.cpu.memory import HugePages, LentPages
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="the CPU kernels are not built")
 
@@ -142,3 +143,27 @@ def test_memory_of_huge_pages_is_zero_and_goes_with_its_tensors() -> None:
     del memory, small, large, more, tensor
     gc.collect()
     assert before - psutil.Process().memory_info().rss > 100 << 20
+
+
+def test_lent_memory_is_not_lent_twice_and_comes_back() -> None:
+    pages = LentPages()
+    first, second = pages.empty((4, 5), torch.float32), pages.empty((3,), torch.float32)
+    first.fill_(1), second.fill_(2)
+    view, where = first[1:3], first.data_ptr()
+    del first
+    third = pages.empty((100,), torch.float32).fill_(3)  # not where the view is
+    assert view.tolist() == [[1.0] * 5] * 2 and second.tolist() == [2.0] * 3 and third.data_ptr() != where
+    del view
+    assert pages.empty((7, 7), torch.float32).data_ptr() == where
+    large = pages.empty((65 << 20,), torch.uint8)  # more than a mapping
+    assert large.shape == (65 << 20,) and pages.empty((0, 3), torch.float32).shape == (0, 3)
+    with ThreadPoolExecutor(4) as pool:
+        lent = list(pool.map(lambda i: pages.empty((1000,), torch.float32).fill_(i), range(50)))
+    assert all(bool((x == i).all()) for i, x in enumerate(lent))
+
+
+def test_logits_outlive_the_next_call() -> None:
+    made, linear = decoder(96, torch.float32), pack(torch.randn(64, 96))
+    x = torch.randn(2, 3, 96)
+    kept, other = made.project(None, linear, x[0]), made.project(None, linear, x[1])
+    assert torch.equal(kept, made.project(None, linear, x[0])) and not torch.equal(kept, other)

@@ -234,6 +234,11 @@ class CpuNativeBackend(AttentionBackend):
             )
         )
 
+    def touched_bytes(self, kv: LayerKV) -> int:
+        """Whole huge pages up to the highest block that was ever written."""
+        parts = (t.nbytes * _layer(kv).struct.used_blocks // kv.num_blocks for t in (kv.k, kv.v))
+        return sum(-(-part // native.HUGE_PAGE) * native.HUGE_PAGE for part in parts)
+
     def attend(
         self, query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:

@@ -20,10 +20,10 @@ class PagedLLM(TransformersPeer):
         self.llm.reset_prefix_cache()
 
     def details(self) -> dict[str, Any]:
-        """Also the bytes of blocks that hold something: a pool on CPU costs nothing for others."""
-        stats, pool = self.llm.stats(), self.llm.core.runner.pool
-        held = stats["num_blocks"] - stats["free_blocks"]
-        return {**super().details(), "kv_bytes": held * pool.bytes_per_block, "hit_tokens": stats["hit_tokens"]}
+        """Also the bytes of RAM that blocks have taken: a pool on CPU costs nothing before it is used."""
+        pool = self.llm.core.runner.pool
+        hits = self.llm.stats()["hit_tokens"]
+        return {**super().details(), "kv_bytes": pool.touched_bytes, "hit_tokens": hits}
 
     def run(self, work: Work) -> list[list[list[int]]]:
         prompts = [request.prompt for request in work.requests]

@@ -21,10 +21,13 @@ class TransformersPeer(Peer):
         torch.set_grad_enabled(False)
         dtype = getattr(torch, self.job.dtype)
         self.model = AutoModelForCausalLM.from_pretrained(self.job.model, dtype=dtype).eval()
+        for weights in self.model.parameters():
+            weights.count_nonzero()  # files are mapped, and in memory only once they are read
         self.model_bytes = psutil.Process().memory_info().rss
 
     def details(self) -> dict[str, Any]:
-        return {"rss_model": self.model_bytes}
+        weights = sum(tensor.nbytes for tensor in self.model.parameters())
+        return {"rss_model": self.model_bytes, "weight_bytes": weights}
 
     def generation_config(self, samples: int, **options: Any) -> GenerationConfig:
         """Greedy for one sample, else from the whole vocabulary; without end tokens."""

@@ -15,7 +15,7 @@ import torch
 
 from hf_paged.errors import InternalError
 from hf_paged.kernels.cpu import native
-from hf_paged.kernels.cpu.memory import HugePages
+from hf_paged.kernels.cpu.memory import HugePages, LentPages
 
 #: outputs whose weights lie side by side; rows and columns of buffers are padded to whole ones
 PANEL = 32
@@ -215,6 +215,7 @@ class Decoder:
         }
         self._rows = 0
         self._buffers: dict[str, torch.Tensor] = {}
+        self._pages = LentPages()
         self._work = WorkspaceStruct()
         self._decode = DecodeStruct(decoder=ctypes.addressof(self.struct), work=ctypes.addressof(self._work))
         self._decode_at = ctypes.addressof(self._decode)
@@ -264,8 +265,10 @@ class Decoder:
         normed rows, in the decoder's dtype."""
         rows = x.shape[0]
         self._reserve(rows)
-        shape = (rows, self.hidden if linear is None else linear.n)
-        out = torch.empty(shape, dtype=self.dtype if linear is None else torch.float32, device="cpu")
+        if linear is None:
+            out = torch.empty(rows, self.hidden, dtype=self.dtype, device="cpu")
+        else:
+            out = self._pages.empty((rows, linear.n), torch.float32)
         known = self._projected.get((id(norm), id(linear)))
         if known is None:
             structs = _norm_struct(norm), None if linear is None else _linear_struct(linear)

@@ -1,14 +1,16 @@
-"""Memory of huge pages for what is read from end to end in every step.
+"""Memory of huge pages for what is read or written from end to end in every step.
 
 Packed weights in pages of 4 KiB are read at two thirds of the rate: the processor fetches ahead within a page only, and
-looks up half a million of them. It owns mappings and knows not what is put there.
+looks up tens of thousands of them. It owns mappings and knows not what is put there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -41,8 +43,40 @@ class HugePages:
         return found.view(dtype).view(*shape)
 
 
+class LentPages:
+    """Lends the same memory again and again as tensors, each time that nobody has the last one, or a view of it, any
+    more: malloc would give it back to the system, or leave gaps, where sizes change from step to step.
+
+    What takes more than a mapping is memory as any other.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of anything. Raises MemoryError, or RuntimeError as torch does."""
+        size = math.prod(shape) * dtype.itemsize
+        if not 0 < size <= _CHUNK:
+            return torch.empty(*shape, dtype=dtype, device="cpu")
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = _mapping(_CHUNK)
+        # a tensor keeps the object whose buffer it has, and that is this one
+        lent = (ctypes.c_char * size).from_buffer(memory, _skipped(memory))
+        weakref.finalize(lent, self._free.append, memory).atexit = False
+        return torch.frombuffer(lent, dtype=dtype).view(*shape)
+
+
 def _mapped(size: int) -> torch.Tensor:
     """Fresh bytes that start on a huge page, all zero."""
+    memory = _mapping(size)
+    skipped = _skipped(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8)[skipped : skipped + size]
+
+
+def _mapping(size: int) -> mmap.mmap:
+    """Of ``size`` bytes from the first huge page on."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
         memory = mmap.mmap(-1, size + HUGE_PAGE, **private)
@@ -51,6 +85,9 @@ def _mapped(size: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    data = torch.frombuffer(memory, dtype=torch.uint8)
-    skipped = -data.data_ptr() % HUGE_PAGE
-    return data[skipped : skipped + size]
+    return memory
+
+
+def _skipped(memory: mmap.mmap) -> int:
+    """Bytes of a mapping before its first huge page."""
+    return -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
