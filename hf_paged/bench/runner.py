@@ -215,7 +215,7 @@ class _Measurement:
             outside=max(run.load.share for run in runs),
             disturbed=not quiet or any(run.load.disturbs(self._settings.load_limit) for run in runs),
             peak_rss=max(run.peak_rss for run in runs),
-            details=runs[0].details,
+            details=runs[-1].details,
         )
 
     def _failed(self, contestant: Contestant, case: Case, figures: Figures, error: PeerError) -> None:

@@ -93,10 +93,10 @@ def _starts(results: Results) -> Table:
 def _beyond(peer: PeerResult) -> str:
     """The most memory beside the loaded model and the blocks, where the peer tells those."""
     shares = [
-        (repeat.peak_rss - found["rss_model"] - found.get("kv_bytes", 0)) / found["weight_bytes"]
+        (repeat.peak_rss - found["rss_model"] - found["kv_bytes"]) / found["weight_bytes"]
         for figures in peer.cases.values()
         for repeat in figures.repeats
-        if {"rss_model", "weight_bytes"} <= (found := repeat.details).keys()
+        if {"rss_model", "weight_bytes", "kv_bytes"} <= (found := repeat.details).keys()
     ]
     return f"{max(shares):.2f}x" if shares else "-"
 

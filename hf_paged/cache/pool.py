@@ -71,7 +71,7 @@ class KVStorage(Protocol):
 
     def copy_blocks(self, layers: Sequence[LayerKV], src: Sequence[int], dst: Sequence[int]) -> None: ...
 
-    def touched_bytes(self, kv: LayerKV) -> int: ...
+    def touched_bytes(self, kv: LayerKV) -> int | None: ...
 
 
 def free_memory(device: torch.device) -> int:
@@ -222,9 +222,11 @@ class KVPool:
             backend.copy_blocks(layers, src, dst)
 
     @property
-    def touched_bytes(self) -> int:
-        """Memory that storage has taken so far: on a CPU it is taken as blocks are written, from the lowest up."""
-        return sum(self.backends[index].touched_bytes(kv) for index, kv in self.layers.items())
+    def touched_bytes(self) -> int | None:
+        """Memory that storage has taken so far, where backends know: on a CPU as blocks are written, from the lowest
+        up."""
+        known = [self.backends[index].touched_bytes(kv) for index, kv in self.layers.items()]
+        return None if None in known else sum(filter(None, known))
 
     @property
     def reserved_bytes(self) -> int:

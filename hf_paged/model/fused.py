@@ -355,7 +355,7 @@ class FusedDecoder:
 
 
 def _worst(dtype: torch.dtype, shares: torch.Tensor) -> float:
-    """How often the worst of ``shares`` is what rounding explains."""
+    """The worst of ``shares`` as a multiple of what rounding explains."""
     most, any_ = _ALLOWED[dtype]
     # the first token sees only itself, and has nothing to choose from
     return float(torch.stack([shares.quantile(_MOST) / most, shares[0] / most, shares.max() / any_]).max())

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from hf_paged.errors import InvalidRequestError
-from hf_paged.kernels import cpu
 from hf_paged.sampling import stages
 from hf_paged.sampling.history import History
 from hf_paged.sampling.logprobs import Logprob as Logprob
@@ -106,7 +105,7 @@ def sample(
     on.
     """
     plain = [row for row, state in enumerate(states) if state.plain]
-    likely = dict(zip(plain, _most_likely(logits, plain), strict=True))  # of all at once, and on all cores
+    likely = dict(zip(plain, _most_likely(logits, plain), strict=True))  # of all at once
     if len(likely) == len(states) and all(state.says_no_more for state in states):
         return [Sampled(token) for token in likely.values()]
     found: list[Sampled | Exception] = []
@@ -254,9 +253,6 @@ class _Batch:
 def _most_likely(scores: torch.Tensor, rows: Sequence[int]) -> list[int]:
     """The token with the highest score in each of ``rows``; the lowest id where several have it."""
     if stages.in_numpy(scores):
-        places = cpu.argmax(scores, rows)  # on all cores
-        if places is not None:
-            return places
         found = scores.numpy()
         return [int(found[row].argmax()) for row in rows]
     best = scores.argmax(dim=-1).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from typing import Any
 
@@ -308,3 +309,24 @@ def test_a_real_model_is_of_the_usual_build(dtype: torch.dtype, smollm2: tuple[A
     assert "Paris" in text
     if dtype == torch.float32:
         assert text == tokenizer.decode(alone(model, prompt))
+
+
+@pytest.mark.parametrize("rows", [5, 40])  # alone in a tile, and several tiles
+def test_what_one_layer_left_behind_reaches_nobody_in_a_layer_of_another_width(rows: int) -> None:
+    torch.manual_seed(0)
+    model = zoo.build("llama").to(torch.bfloat16)
+    for layer, inner in zip(model.model.layers, itertools.cycle((64, 40)), strict=False):
+        for name in ("gate_proj", "up_proj"):
+            setattr(layer.mlp, name, torch.nn.Linear(model.config.hidden_size, inner, bias=False, dtype=torch.bfloat16))
+        layer.mlp.down_proj = torch.nn.Linear(inner, model.config.hidden_size, bias=False, dtype=torch.bfloat16)
+    bad = model.config.vocab_size - 1
+    mine, others = list(range(3, 3 + rows)), [bad] * rows
+    llm = make(model, prefix_caching=False)
+    assert is_fused(llm)
+    (want,) = generate(llm, [mine])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = float("nan")
+    llm = make(model, prefix_caching=False)
+    for batch in ([others, mine], [mine, others]):
+        assert generate(llm, batch)[batch.index(mine)] == want
+    assert is_fused(llm)

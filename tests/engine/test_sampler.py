@@ -450,3 +450,28 @@ def test_a_batch_is_faster_than_processors_row_by_row(options: dict[str, Any]) -
     ours = best(lambda: sample(logits, states, tokens))
     theirs = best(lambda: [by_definition(*one) for one in zip(logits, states, tokens, strict=True)])
     assert ours < theirs
+
+
+def test_rows_that_want_more_than_a_token_beside_those_that_do_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, VOCAB, generator=generator)
+    logits[2] = float("nan")  # ends its own request, whatever is beside it
+    ends = [lambda ids, scores: torch.tensor([True])]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 2},
+        {},
+        {"stopping_criteria": ends},
+        {"temperature": 1.0, "seed": 3},
+        {},
+    ]
+    rows = [SamplingParams(max_tokens=4, **{"temperature": 0.0, **kinds[i % len(kinds)]}) for i in range(9)]
+    states = [state_for(params, [1, 5]) for params in rows]
+    alone = [sample(logits[i : i + 1], [states[i]], [[1, 5]])[0] for i in range(9)]
+    for chosen in (range(9), (0, 2, 5, 6), (0, 5, 6), (1, 3)):
+        got = sample(logits[list(chosen)], [states[i] for i in chosen], [[1, 5]] * len(chosen))
+        for i, result in zip(chosen, got, strict=True):
+            assert repr(result) == repr(alone[i])
+    assert isinstance(alone[0], Sampled) and alone[0] == Sampled(int(logits[0].argmax()))
+    assert isinstance(alone[1], Sampled) and alone[1].logprobs is not None
+    assert isinstance(alone[3], Sampled) and alone[3].stopped

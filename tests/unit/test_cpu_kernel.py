@@ -584,6 +584,25 @@ def test_a_pool_of_any_size_filled_by_several_threads_keeps_its_contents(num_blo
     _assert_intact(kv, num_blocks)
 
 
+@needs_library
+def test_touched_memory_is_that_of_the_blocks_written_so_far() -> None:
+    spec = LayerSpec(2, 64, 64, torch.float32, torch.device("cpu"))
+    kv = CPU.allocate(spec, 2000, 16)
+    block = 16 * spec.bytes_per_token
+    assert CPU.touched_bytes(kv) == 0
+    _write_block(kv, 2)
+    assert CPU.touched_bytes(kv) == 3 * block
+    _write_block(kv, 1)
+    assert CPU.touched_bytes(kv) == 3 * block
+    _write_block(kv, 700)  # 5.5 MiB each of keys and values
+    assert CPU.touched_bytes(kv) == 2 * (6 << 20)
+
+
+def _write_block(kv: LayerKV, block: int) -> None:
+    states = torch.randn(16, kv.spec.num_kv_heads, kv.spec.head_dim)
+    CPU.write(kv, states, states, torch.arange(16 * block, 16 * (block + 1)))
+
+
 # ------------------------------------------------------------------------------------------------------ checksum
 
 
@@ -650,44 +669,3 @@ def test_checksum_takes_any_dtype(dtype: torch.dtype) -> None:
     y = x.clone()
     y[400] = not y[400]
     assert checksum(x) != checksum(y)
-
-
-# -------------------------------------------------------------------------------------------------------- argmax
-
-
-@needs_library
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("threads_used", [1, 3])
-@pytest.mark.parametrize("n", [1, 63, 64, 2047, 2048, 2049, 5000, 49152])
-def test_argmax_is_that_of_numpy(n: int, threads_used: int) -> None:
-    torch.set_num_threads(threads_used)
-    generator = torch.Generator().manual_seed(n)
-    whole = torch.randn(12, n + 3, generator=generator)
-    x = whole[:, :n]  # rows further apart than they are long
-    x[1] = x[1].round()  # the same number many times
-    x[2] = float("-inf")
-    x[3, n // 2 :] = float("-inf")
-    x[4] = float("inf")
-    x[5, n // 2], x[5, -1] = float("nan"), float("inf")
-    x[6, [0, n // 3, n - 1]] = float("nan")
-    x[7, [n // 4, n - 1]] = 100.0
-    x[8, -1] = float("nan")
-    x[9], x[9, n // 5] = -0.0, 0.0
-    rows = [11, *range(11), 4]
-    found = cpu.argmax(x, rows)
-    assert found == [int(x[row].numpy().argmax()) for row in rows]
-
-
-@needs_library
-def test_argmax_leaves_to_numpy_what_it_cannot_read() -> None:
-    x = torch.randn(4, 10)
-    for scores, rows in (
-        (x.double(), [0]),
-        (x.T, [0]),
-        (x, []),
-        (x, [4]),
-        (x, [-1]),
-        (x[:, :0], [0]),
-        (x.bfloat16(), [1]),
-    ):
-        assert cpu.argmax(scores, rows) is None

@@ -53,9 +53,9 @@ class AttentionBackend(ABC):
     def copy_blocks(self, layers: Sequence[LayerKV], src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole blocks ``src[i] -> dst[i]`` in every layer given, in order."""
 
-    def touched_bytes(self, kv: LayerKV) -> int:
-        """Memory that the blocks written so far take: all that is reserved, where a backend does not know better."""
-        return kv.k.nbytes + kv.v.nbytes
+    def touched_bytes(self, kv: LayerKV) -> int | None:
+        """Memory that the blocks written so far take; None where it is not known (all of it, on most devices)."""
+        return None
 
     @abstractmethod
     def attend(

@@ -235,9 +235,10 @@ class CpuNativeBackend(AttentionBackend):
         )
 
     def touched_bytes(self, kv: LayerKV) -> int:
-        """Whole huge pages up to the highest block that was ever written."""
-        parts = (t.nbytes * _layer(kv).struct.used_blocks // kv.num_blocks for t in (kv.k, kv.v))
-        return sum(-(-part // native.HUGE_PAGE) * native.HUGE_PAGE for part in parts)
+        """Up to the highest block that was ever written; whole huge pages, once the first one is full."""
+        parts = [t.nbytes * _layer(kv).struct.used_blocks // kv.num_blocks for t in (kv.k, kv.v)]
+        page = native.HUGE_PAGE
+        return sum(-(-part // page) * page if part > page else part for part in parts)
 
     def attend(
         self, query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, params: AttentionParams

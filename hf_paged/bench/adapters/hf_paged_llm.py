@@ -21,9 +21,9 @@ class PagedLLM(TransformersPeer):
 
     def details(self) -> dict[str, Any]:
         """Also the bytes of RAM that blocks have taken: a pool on CPU costs nothing before it is used."""
-        pool = self.llm.core.runner.pool
-        hits = self.llm.stats()["hit_tokens"]
-        return {**super().details(), "kv_bytes": pool.touched_bytes, "hit_tokens": hits}
+        blocks = self.llm.core.runner.pool.touched_bytes
+        found = {**super().details(), "hit_tokens": self.llm.stats()["hit_tokens"]}
+        return found if blocks is None else {**found, "kv_bytes": blocks}
 
     def run(self, work: Work) -> list[list[list[int]]]:
         prompts = [request.prompt for request in work.requests]

@@ -1,7 +1,6 @@
 """Native CPU kernels: C++ behind a plain C ABI, compiled at install time, loaded with ctypes on first use.
 
-Public here are ``argmax``, ``checksums`` and ``unavailable``; attention goes through
-``hf_paged.attention.backends.cpu_native``.
+Public here are ``checksums`` and ``unavailable``; attention goes through ``hf_paged.attention.backends.cpu_native``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["argmax", "checksums", "unavailable"]
+__all__ = ["checksums", "unavailable"]
 
 # Imports are deferred so that `python -m hf_paged.kernels.cpu.build` needs neither torch nor a built library.
 
@@ -30,10 +29,3 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     from hf_paged.kernels.cpu import native
 
     return native.checksums(tensors)
-
-
-def argmax(scores: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
-    """Where the largest number of each of ``rows`` is, as numpy's ``argmax`` says; None where numpy has to."""
-    from hf_paged.kernels.cpu import native
-
-    return native.argmax(scores, rows)

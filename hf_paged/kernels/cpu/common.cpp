@@ -519,45 +519,6 @@ HFP_EXPORT int hfp_checksums(const void* const* data, const int64_t* num_bytes, 
     return HFP_OK;
 }
 
-// The place of the largest of n numbers in some rows of x, `stride` numbers apart: the first of several, and a NaN, if
-// there is one, is larger than all.
-HFP_EXPORT int hfp_argmax(const float* x, int64_t stride, int64_t n, const int64_t* rows, int64_t num_rows, int64_t* places,
-                          int32_t num_threads) {
-    constexpr int64_t kPiece = 2048, kLanes = 64;
-    parallel_for(num_rows, num_rows * n < (1 << 16) ? 1 : num_threads, [&](int64_t i) {
-        const float* row = x + rows[i] * stride;
-        const auto is_nan = [&](int64_t at) { return row[at] != row[at]; };
-        float best = row[0];
-        int64_t place = 0;
-        for (int64_t from = 0; from < n && !is_nan(place); from += kPiece) {
-            const int64_t to = from + kPiece < n ? from + kPiece : n;
-            float most[kLanes];
-            uint32_t nan = 0;
-            for (int64_t j = 0; j < kLanes; j++) most[j] = best;
-            int64_t at = from;
-            for (; at + kLanes <= to; at += kLanes) {
-                for (int64_t j = 0; j < kLanes; j++) {
-                    const float y = row[at + j];
-                    most[j] = y > most[j] ? y : most[j];
-                    nan |= y != y;
-                }
-            }
-            float top = best;
-            for (int64_t j = 0; j < kLanes; j++) top = most[j] > top ? most[j] : top;
-            for (; at < to; at++) {
-                top = row[at] > top ? row[at] : top;
-                nan |= row[at] != row[at];
-            }
-            if (!nan && !(top > best)) continue;
-            place = from;
-            while (!(row[place] == top || is_nan(place)) || (nan && !is_nan(place))) place++;
-            best = row[place];
-        }
-        places[i] = place;
-    });
-    return HFP_OK;
-}
-
 // Reads num_bytes (a multiple of 64 is read) as fast as loads go: the yardstick of benchmarks/kernels.py.
 HFP_EXPORT uint64_t hfp_read(const void* data, int64_t num_bytes, int32_t num_threads) {
     typedef uint64_t V8 __attribute__((vector_size(64), may_alias));

@@ -160,6 +160,10 @@ struct Gated {
                 }
                 put<BF16>(place<BF16>(out, row + r, from + c), 0, activate(act, gate) * up);
             }
+            // what pads rows to whole tiles: a layer of another width may have left a NaN there
+            if (BF16 && from % 32 == 0 && (panel + 1) * kPanel >= linear->n) {
+                for (int c = kPanel / 2; c < kPanel; c += HFP_W) put<BF16>(place<BF16>(out, row + r, from + c), 0, VF{});
+            }
         }
     }
 };

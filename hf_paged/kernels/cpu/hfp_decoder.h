@@ -52,7 +52,7 @@ struct hfp_decoder {
     int32_t num_threads;
 };
 
-// Rows of every buffer are padded to a multiple of 32, and columns of `a` and `h` likewise; both begin zeroed.
+// Rows of every buffer are padded to a multiple of 32, and columns of `a` and `h` likewise; `a` begins zeroed.
 struct hfp_workspace {
     void* a;    // dtype [rows, round(hidden)]
     void* h;    // dtype [rows, round(intermediate)], or null

@@ -20,6 +20,8 @@ from hf_paged.kernels.cpu.native import HUGE_PAGE
 #: address space that is mapped at a time; memory is taken as it is written to, a huge page at a time
 _CHUNK = 64 << 20
 _ALIGNMENT = 64
+#: mappings that are kept for the next tensor
+_MOST_FREE = 2
 
 
 class HugePages:
@@ -47,7 +49,8 @@ class LentPages:
     """Lends the same memory again and again as tensors, each time that nobody has the last one, or a view of it, any
     more: malloc would give it back to the system, or leave gaps, where sizes change from step to step.
 
-    What takes more than a mapping is memory as any other.
+    Each tensor takes a mapping of its own, and huge pages as it is written to, so this is for few large ones at a time;
+    what takes more than a mapping is memory as any other.
     """
 
     def __init__(self) -> None:
@@ -64,8 +67,12 @@ class LentPages:
             memory = _mapping(_CHUNK)
         # a tensor keeps the object whose buffer it has, and that is this one
         lent = (ctypes.c_char * size).from_buffer(memory, _skipped(memory))
-        weakref.finalize(lent, self._free.append, memory).atexit = False
+        weakref.finalize(lent, self._take_back, memory).atexit = False
         return torch.frombuffer(lent, dtype=dtype).view(*shape)
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        if len(self._free) < _MOST_FREE:
+            self._free.append(memory)
 
 
 def _mapped(size: int) -> torch.Tensor:

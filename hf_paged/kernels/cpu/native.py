@@ -112,7 +112,6 @@ class Library:
         self.gather = bind("hfp_gather", i32, pointer, pointer, pointer, pointer, i64, i32)
         self.copy_blocks = bind("hfp_copy_blocks", i32, pointer, i64, pointer, pointer, i64, i32)
         self.checksums = bind("hfp_checksums", i32, pointer, pointer, pointer, i64, i32)
-        self.argmax = bind("hfp_argmax", i32, pointer, i64, i64, pointer, i64, pointer, i32)
         self.read = bind("hfp_read", ctypes.c_uint64, pointer, i64, i32)
         self.best_isa = bind("hfp_best_isa", i32)()
 
@@ -209,17 +208,3 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int] | None:
         )
     )
     return list(sums)
-
-
-def argmax(scores: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
-    """The first place of the largest number, or of the first NaN, in each of ``rows`` of ``scores`` (``[n, m]``); None
-    without the library and for what is not float32 on the CPU."""
-    lib, _ = _load()
-    if lib is None or scores.device.type != "cpu" or scores.dtype is not torch.float32 or scores.stride(1) != 1:
-        return None
-    if not rows or not scores.shape[1] or not 0 <= min(rows) <= max(rows) < len(scores):
-        return None
-    wanted, places = (ctypes.c_int64 * len(rows))(*rows), (ctypes.c_int64 * len(rows))()
-    threads = torch.get_num_threads()
-    check(lib.argmax(scores.data_ptr(), scores.stride(0), scores.shape[1], wanted, len(rows), places, threads))
-    return list(places)

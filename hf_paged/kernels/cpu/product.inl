@@ -201,6 +201,7 @@ HFP_INLINE Rows to_tiles(const Rows& from, int64_t rows, int64_t k, char* memory
 }
 
 thread_local Scratch tls_tiles;
+constexpr int64_t kMostKept = 16 << 20;
 #endif
 
 // Calls finish(row, rows, panel, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to
@@ -265,8 +266,7 @@ HFP_INLINE void product(const hfp_linear* linear, Rows a, int64_t rows, int num_
         range.top *= kPanel;
         range.bottom = range.bottom * kPanel < rows ? range.bottom * kPanel : rows;
     }
-    parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int threads) {
-        (void)threads;
+    parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int) {
 #if HFP_USE_AMX
         if (BF16) {
             static const ProductTiles tiles;
@@ -285,6 +285,9 @@ HFP_INLINE void product(const hfp_linear* linear, Rows a, int64_t rows, int num_
         if (BF16) _tile_release();
 #endif
     });
+#if HFP_USE_AMX
+    release_above(&tls_tiles, kMostKept);
+#endif
 }
 
 }  // namespace

@@ -28,4 +28,12 @@ HFP_INLINE char* reserve(Scratch* s, int64_t bytes) {
     return s->base;
 }
 
+// For what is as large only now and then.
+HFP_INLINE void release_above(Scratch* s, int64_t most) {
+    if (s->size <= most) return;
+    free(s->base);
+    s->base = nullptr;
+    s->size = 0;
+}
+
 }  // namespace
