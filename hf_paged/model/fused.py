@@ -25,7 +25,7 @@ from hf_paged.attention.backends import cpu_native
 from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import UnsupportedError
 from hf_paged.kernels.cpu.decoder import Decoder, DecoderLayer, PackedLinear
-from hf_paged.kernels.cpu.memory import HugePages
+from hf_paged.kernels.cpu.memory import HugePages, give_back_unused
 from hf_paged.model.parts import (
     PLAIN,
     DifferenceError,
@@ -130,7 +130,7 @@ class FusedDecoder:
         self._doubled = False
         self.hidden = parts.embed.weight.shape[1]
         self._cos = self._sin = torch.empty(0, self.rotary_dim, **PLAIN)
-        memory = HugePages()
+        memory = HugePages(parts.packable_bytes)
         self.layers = [
             layer_of(layer, params, spec, self.hidden, memory)
             for layer, params in zip(self.parts.layers, self._params, strict=True)
@@ -140,6 +140,7 @@ class FusedDecoder:
         self._head = parts.packed_head(memory)
         self._check_sizes()
         self._decoder: Decoder | None = None
+        give_back_unused()
 
     # -- making it ---------------------------------------------------------------------------------------------------
 

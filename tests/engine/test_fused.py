@@ -314,7 +314,7 @@ def test_a_real_model_is_of_the_usual_build(dtype: torch.dtype, smollm2: tuple[A
 @pytest.mark.parametrize("rows", [5, 40])  # alone in a tile, and several tiles
 def test_what_one_layer_left_behind_reaches_nobody_in_a_layer_of_another_width(rows: int) -> None:
     torch.manual_seed(0)
-    model = zoo.build("llama").to(torch.bfloat16)
+    model = copy.deepcopy(zoo.build("llama")).to(torch.bfloat16)  # others use it too
     for layer, inner in zip(model.model.layers, itertools.cycle((64, 40)), strict=False):
         for name in ("gate_proj", "up_proj"):
             setattr(layer.mlp, name, torch.nn.Linear(model.config.hidden_size, inner, bias=False, dtype=torch.bfloat16))
