@@ -226,7 +226,7 @@ class KVPool:
         """Memory that storage has taken so far, where backends know: on a CPU as blocks are written, from the lowest
         up."""
         known = [self.backends[index].touched_bytes(kv) for index, kv in self.layers.items()]
-        return None if None in known else sum(filter(None, known))
+        return None if None in known else sum(size for size in known if size is not None)
 
     @property
     def reserved_bytes(self) -> int:

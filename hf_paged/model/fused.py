@@ -25,7 +25,7 @@ from hf_paged.attention.backends import cpu_native
 from hf_paged.attention.metadata import AttentionMetadata, AttentionParams, LayerKV, LayerSpec
 from hf_paged.errors import UnsupportedError
 from hf_paged.kernels.cpu.decoder import Decoder, DecoderLayer, PackedLinear
-from hf_paged.kernels.cpu.memory import HugePages, give_back_unused
+from hf_paged.kernels.cpu.memory import HugePages
 from hf_paged.model.parts import (
     PLAIN,
     DifferenceError,
@@ -140,7 +140,6 @@ class FusedDecoder:
         self._head = parts.packed_head(memory)
         self._check_sizes()
         self._decoder: Decoder | None = None
-        give_back_unused()
 
     # -- making it ---------------------------------------------------------------------------------------------------
 

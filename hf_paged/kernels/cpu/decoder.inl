@@ -19,21 +19,21 @@ HFP_INLINE float hsum(VF v) {
 
 // Into the dtype that products read.
 template <bool BF16>
-HFP_INLINE void put(void* out, int64_t at, float x) {
+HFP_INLINE void put(void* out, float x) {
     if (BF16) {
-        static_cast<uint16_t*>(out)[at] = float_to_bf16(x);
+        *static_cast<uint16_t*>(out) = float_to_bf16(x);
     } else {
-        static_cast<float*>(out)[at] = x;
+        *static_cast<float*>(out) = x;
     }
 }
 
 template <bool BF16>
-HFP_INLINE void put(void* out, int64_t at, VF v) {
+HFP_INLINE void put(void* out, VF v) {
     if (!BF16) {
-        store(static_cast<float*>(out) + at, v);
+        store(static_cast<float*>(out), v);
         return;
     }
-    uint16_t* to = static_cast<uint16_t*>(out) + at;
+    uint16_t* to = static_cast<uint16_t*>(out);
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)v));
 #elif HFP_W == 16
@@ -51,8 +51,8 @@ HFP_INLINE void put(void* out, int64_t at, VF v) {
 template <bool BF16, class Vector, class Number>
 HFP_INLINE void put_row(const Rows& out, int64_t r, int64_t n, const Vector& vector, const Number& number) {
     int64_t i = 0;
-    for (; i + HFP_W <= n; i += HFP_W) put<BF16>(place<BF16>(out, r, i), 0, vector(i));
-    for (; i < n; i++) put<BF16>(place<BF16>(out, r, i), 0, number(i));
+    for (; i + HFP_W <= n; i += HFP_W) put<BF16>(place<BF16>(out, r, i), vector(i));
+    for (; i < n; i++) put<BF16>(place<BF16>(out, r, i), number(i));
 }
 
 template <bool BF16>
@@ -158,11 +158,11 @@ struct Gated {
                     gate += load(linear->bias + panel * kPanel + c);
                     up += load(linear->bias + panel * kPanel + kPanel / 2 + c);
                 }
-                put<BF16>(place<BF16>(out, row + r, from + c), 0, activate(act, gate) * up);
+                put<BF16>(place<BF16>(out, row + r, from + c), activate(act, gate) * up);
             }
             // what pads rows to whole tiles: a layer of another width may have left a NaN there
             if (BF16 && from % 32 == 0 && (panel + 1) * kPanel >= linear->n) {
-                for (int c = kPanel / 2; c < kPanel; c += HFP_W) put<BF16>(place<BF16>(out, row + r, from + c), 0, VF{});
+                for (int c = kPanel / 2; c < kPanel; c += HFP_W) put<BF16>(place<BF16>(out, row + r, from + c), VF{});
             }
         }
     }
@@ -229,7 +229,7 @@ int decode(const hfp_decode_args* args) {
     const hfp_decoder* d = args->decoder;
     const hfp_workspace* work = args->work;
     const int64_t tokens = args->tokens, dim = d->head_dim, nq = d->heads * dim, nk = d->kv_heads * dim;
-    const Rows a = rows_to_read<BF16>(work->a, round_up(d->hidden, 32), d->hidden, tokens);
+    const Rows a = rows_to_read<BF16>(work->a, d->hidden, tokens);
     const Rows o = {static_cast<char*>(work->o), nq, false};
     for (int i = args->first; i < args->last; i++) {
         const hfp_decoder_layer* layer = d->layers + i;
@@ -243,8 +243,7 @@ int decode(const hfp_decode_args* args) {
         add_product<BF16>(args, &layer->o, &layer->after_attn, o);
         if (!layer->gate_up.w) continue;
         norm_rows<BF16>(&layer->before_mlp, args->x, tokens, d->hidden, a, d->num_threads);
-        const int inner = layer->down.k;
-        const Rows h = rows_to_read<BF16>(work->h, round_up(inner, 32), inner, tokens);
+        const Rows h = rows_to_read<BF16>(work->h, layer->down.k, tokens);
         product<BF16>(&layer->gate_up, a, tokens, d->num_threads, Gated<BF16>{&layer->gate_up, layer->act, h});
         add_product<BF16>(args, &layer->down, &layer->after_mlp, h);
     }
@@ -259,7 +258,7 @@ int project(const hfp_project_args* args) {
         norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, out, d->num_threads);
         return HFP_OK;
     }
-    const Rows a = rows_to_read<BF16>(args->a, round_up(d->hidden, 32), d->hidden, args->rows);
+    const Rows a = rows_to_read<BF16>(args->a, d->hidden, args->rows);
     norm_rows<BF16>(args->norm, args->x, args->rows, d->hidden, a, d->num_threads);
     product<BF16>(args->linear, a, args->rows, d->num_threads, Plain<false>{args->linear, static_cast<float*>(args->out)});
     return HFP_OK;

@@ -228,11 +228,10 @@ class Decoder:
         if rows <= self._rows:
             return
         rows = -(-rows // PANEL) * PANEL
-        memory = HugePages()
-        buffers = {
-            name: memory.zeros((rows, width), torch.float32 if name == "y" else self.dtype)
-            for name, width in self._widths.items()
-        }
+        dtypes = {name: torch.float32 if name == "y" else self.dtype for name in self._widths}
+        # rows come in 32, so that each buffer ends with a cache line
+        memory = HugePages(sum(rows * width * dtypes[name].itemsize for name, width in self._widths.items()))
+        buffers = {name: memory.zeros((rows, width), dtypes[name]) for name, width in self._widths.items()}
         # only now: where memory ended on the way, shorter calls go on with what there was
         self._rows = 0
         for name, buffer in buffers.items():

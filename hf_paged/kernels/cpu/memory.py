@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import math
 import mmap
-import sys
 import weakref
 from collections.abc import Sequence
 
@@ -28,12 +27,12 @@ _MOST_FREE = 2
 class HugePages:
     """Hands out tensors one behind the other. Where the system has no huge pages for us it is memory as any other.
 
-    Memory is given back when the last tensor of a chunk is gone; the first chunk holds ``expected`` bytes at least. Not
-    thread-safe.
+    Memory is given back when the last tensor of a chunk is gone. The first chunk is of ``expected`` bytes, where those
+    are known. Not thread-safe.
     """
 
     def __init__(self, expected: int = 0) -> None:
-        self._next = max(expected, _CHUNK)
+        self._next = expected or _CHUNK
         self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -76,14 +75,6 @@ class LentPages:
     def _take_back(self, memory: mmap.mmap) -> None:
         if len(self._free) < _MOST_FREE:
             self._free.append(memory)
-
-
-def give_back_unused() -> None:
-    """Have malloc return what it keeps for later to the system, where it can: after work that is done once."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
 
 
 def _mapped(size: int) -> torch.Tensor:

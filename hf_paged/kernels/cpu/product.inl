@@ -65,8 +65,8 @@ struct Rows {
 };
 
 template <bool BF16>
-HFP_INLINE Rows rows_to_read(void* data, int64_t ld, int64_t width, int64_t rows) {
-    return {static_cast<char*>(data), ld, HFP_USE_AMX && BF16 && rows > kPanel && ld == width && width % 32 == 0};
+HFP_INLINE Rows rows_to_read(void* data, int64_t width, int64_t rows) {
+    return {static_cast<char*>(data), round_up(width, 32), HFP_USE_AMX && BF16 && rows > kPanel && width % 32 == 0};
 }
 
 template <bool BF16>
@@ -152,7 +152,7 @@ struct __attribute__((aligned(64))) ProductTiles {
 template <bool FIRST>
 HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* a, int64_t stride, int64_t next, int64_t below, float* tile) {
     const char* low = a + below;
-    const bool tiled = stride == 64;
+    const bool tiled = next == 1024;
     _tile_zero(0);
     _tile_zero(1);
     if (both) {
