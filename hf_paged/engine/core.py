@@ -69,6 +69,7 @@ class EngineCore:
             num_blocks=cache.num_blocks,
             attention_backend=cache.attention_backend,
             optimize=config.optimize,
+            quantization=config.quantization,
         )
         on_cpu = self.runner.device.type == "cpu"
         bytes_per_block = self.runner.pool.bytes_per_block
@@ -355,8 +356,8 @@ class EngineCore:
 
     def _look(self) -> Namespace:
         self.runner.refresh()
-        view = self.runner.view
-        found = self._watch.namespace(view, runtime_signature(view))
+        source = self.runner.source
+        found = self._watch.namespace(source, runtime_signature(source))
         self.runner.follow_weights(found)
         if found is None:
             return self._unknown()

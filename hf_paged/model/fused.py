@@ -47,9 +47,11 @@ _ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 #: and beyond that, of all that is added to a token, as a share: of most tokens, and of any. A token may attend to one
 #: of two others by a hair's breadth. So what is wrong at few tokens only, by less than this, is not seen in bfloat16
 _ALLOWED = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (0.04, 0.5)}
+#: the same of both where rows are brought to 8 bits: a number between two of those may fall to either
+_ALLOWED_OF_BYTES = (0.1, 0.5)
 _MOST = 0.9
-#: rows of logits that are compared at a time
-_SCORED_ROWS = 8
+#: rows of logits that are compared: they are long
+SCORED_ROWS = 4
 #: positions that rotary tables begin with
 _LEAST_POSITIONS = 256
 
@@ -139,6 +141,9 @@ class FusedDecoder:
         self._norm = norm_of(parts.norm, self.hidden)
         self._head = parts.packed_head(memory)
         self._check_sizes()
+        self._allowed = _ALLOWED[self.dtype]
+        if any(linear.offsets is not None for linear in self._linears()):
+            self._allowed = _ALLOWED_OF_BYTES
         self._decoder: Decoder | None = None
 
     # -- making it ---------------------------------------------------------------------------------------------------
@@ -197,7 +202,7 @@ class FusedDecoder:
         self, metadata: AttentionMetadata, positions: torch.Tensor, ids: torch.Tensor, want: torch.Tensor
     ) -> None:
         """Raise UnusualBuildError unless each layer and the head compute what the model's own forward has shown.
-        ``want`` are its logits for all of ``ids``; blocks are written again. What was shown is forgotten after it."""
+        ``want`` are its logits for the last of ``ids``; blocks are written again, and what was shown is forgotten."""
         shown, self.parts.seen = self.parts.seen, []
         reason = self._difference(shown, metadata, positions, ids, want)
         if reason is None:
@@ -226,13 +231,10 @@ class FusedDecoder:
         if not torch.equal(x, torch.as_tensor(shown[0].hidden)):
             return "its embeddings are changed on their way to the first layer"
         # from what the model's own last layer gave: at odd positions rounding grows from layer to layer
-        got = self._logits(torch.as_tensor(shown[-1].output))
+        got = self._logits(torch.as_tensor(shown[-1].output)[-len(want) :])
         if got.shape != want.shape:
             return f"its logits are of shape {list(want.shape)} where its head gives {list(got.shape)}"
-        parts = zip(got.split(_SCORED_ROWS), want.split(_SCORED_ROWS), strict=True)  # rows of logits are long
-        off = _worst(
-            self.dtype, torch.cat([self._shares(g, w, w - w.mean(-1, keepdim=True), w.abs()) for g, w in parts])
-        )
+        off = self._off(got, want, want - want.mean(-1, keepdim=True), want.abs())
         return None if off <= 1 else f"its logits are something else ({off:.2g} times what is rounding)"
 
     def _layer_difference(
@@ -269,7 +271,13 @@ class FusedDecoder:
 
     def _off(self, got: torch.Tensor, want: torch.Tensor, change: torch.Tensor, size: torch.Tensor) -> float:
         """How far ``got`` is off; above one means that more is off than rounding explains."""
-        return _worst(self.dtype, self._shares(got, want, change, size))
+        return self._worst(self._shares(got, want, change, size))
+
+    def _worst(self, shares: torch.Tensor) -> float:
+        """The worst of ``shares`` as a multiple of what rounding explains."""
+        most, any_ = self._allowed
+        # the first token sees only itself, and has nothing to choose from
+        return float(torch.stack([shares.quantile(_MOST) / most, shares[0] / most, shares.max() / any_]).max())
 
     def _shares(self, got: torch.Tensor, want: torch.Tensor, change: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
         """How far each token of ``got`` is off, beyond the rounding of numbers as large as ``size``, as a share of
@@ -352,10 +360,3 @@ class FusedDecoder:
             if table.shape != (len(positions), self.rotary_dim) or table.device.type != "cpu":
                 raise UnusualBuildError(f"its rotary tables of {len(positions)} positions are {list(table.shape)}")
         return cos.float().contiguous(), sin.float().contiguous()
-
-
-def _worst(dtype: torch.dtype, shares: torch.Tensor) -> float:
-    """The worst of ``shares`` as a multiple of what rounding explains."""
-    most, any_ = _ALLOWED[dtype]
-    # the first token sees only itself, and has nothing to choose from
-    return float(torch.stack([shares.quantile(_MOST) / most, shares[0] / most, shares.max() / any_]).max())

@@ -17,8 +17,9 @@ from torch import nn
 from hf_paged.attention.metadata import AttentionParams, LayerSpec
 from hf_paged.errors import UnsupportedError
 from hf_paged.kernels import cpu
-from hf_paged.kernels.cpu.decoder import PANEL, DecoderLayer, Norm, PackedLinear, pack, pack_gated
+from hf_paged.kernels.cpu.decoder import PANEL, DecoderLayer, Norm, PackedLinear, Weights, pack, pack_gated
 from hf_paged.kernels.cpu.memory import HugePages
+from hf_paged.model.quantized import int8_weights, is_int8
 
 _DTYPES = (torch.float32, torch.bfloat16)
 #: of tensors made here, whatever torch's defaults are
@@ -59,7 +60,7 @@ class Parts:
     seen: list[Seen] = field(default_factory=list)
 
     def packed_head(self, memory: HugePages) -> PackedLinear:
-        return pack(self.head.weight, _bias(self.head), memory)
+        return pack(_weights(self.head), _bias(self.head), memory)
 
     @property
     def packable_bytes(self) -> int:
@@ -70,7 +71,7 @@ class Parts:
             packed += [attention] if isinstance(attention, nn.Module) else []
             packed += [mlp] if isinstance(mlp, nn.Module) and _gate_of(mlp) is not None else []
         linears = {m for module in packed for m in module.modules() if type(m) is nn.Linear}
-        return sum(p.nbytes for linear in linears for p in linear.parameters())
+        return sum(_num_bytes(p) for linear in linears for p in linear.parameters())
 
     @classmethod
     def of(cls, view: Any) -> Parts:
@@ -201,7 +202,7 @@ def layer_of(
     sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
     return DecoderLayer(
         qkv=_qkv(attention, memory),
-        o=pack(o.weight, _bias(o), memory),
+        o=pack(_weights(o), _bias(o), memory),
         kv=0,
         params=0,
         before_attn=norm_of(getattr(layer, "input_layernorm", None), hidden),
@@ -223,7 +224,7 @@ def _linear(module: Any) -> nn.Linear:
     if type(module) is not nn.Linear:
         raise UnusualBuildError(f"a projection is a {type(module).__name__}")
     weight: Any = module._parameters.get("weight")
-    if type(weight) is not nn.Parameter or weight.device.type != "cpu":
+    if not (type(weight) is nn.Parameter or is_int8(weight)) or weight.device.type != "cpu":
         raise UnusualBuildError("the weights of a projection are not plain parameters on the CPU")
     if weight.layout is not torch.strided or weight.dtype not in _DTYPES:
         raise UnusualBuildError(f"the weights of a projection are {weight.dtype}, {weight.layout}")
@@ -231,6 +232,20 @@ def _linear(module: Any) -> nn.Linear:
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device.type != "cpu"):
         raise UnusualBuildError(f"the bias of a projection is of shape {list(bias.shape)} on {bias.device}")
     return module
+
+
+def _weights(linear: nn.Linear) -> Weights:
+    """Those of a module that :func:`_linear` found to be one. Raises UnusualBuildError."""
+    if not is_int8(linear.weight):
+        return Weights.plain(linear.weight)
+    try:
+        return int8_weights(linear.weight)
+    except UnsupportedError as error:
+        raise UnusualBuildError(str(error)) from error
+
+
+def _num_bytes(weight: torch.Tensor) -> int:
+    return weight.numel() if is_int8(weight) else weight.nbytes
 
 
 def _bias(linear: nn.Linear) -> torch.Tensor | None:
@@ -241,11 +256,19 @@ def _bias(linear: nn.Linear) -> torch.Tensor | None:
 def _qkv(attention: Any, memory: HugePages) -> PackedLinear:
     if hasattr(attention, "qkv_proj"):
         linear = _linear(attention.qkv_proj)
-        return pack(linear.weight, _bias(linear), memory)
+        return pack(_weights(linear), _bias(linear), memory)
     projections = [_linear(getattr(attention, name, None)) for name in ("q_proj", "k_proj", "v_proj")]
     biases = _biases(projections)
     bias = None if biases is None else torch.cat(biases)
-    return pack(torch.cat([p.weight.detach() for p in projections]), bias, memory)
+    return pack(Weights.rows(_alike(projections)), bias, memory)
+
+
+def _alike(projections: Sequence[nn.Linear]) -> list[Weights]:
+    """The weights of projections that become one product. Raises UnusualBuildError where some are quantized."""
+    found = [_weights(p) for p in projections]
+    if len({(w.numbers.dtype, w.dtype, w.dynamic) for w in found}) > 1:
+        raise UnusualBuildError("of projections of the same rows some are quantized, or in another way")
+    return found
 
 
 def _biases(projections: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
@@ -253,7 +276,7 @@ def _biases(projections: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
     biases = [_bias(p) for p in projections]
     if all(b is None for b in biases):
         return None
-    zeros = [p.weight.new_zeros(p.weight.shape[0]) for p in projections]
+    zeros = [torch.zeros(p.weight.shape[0], **PLAIN) for p in projections]
     return [z if b is None else b for z, b in zip(zeros, biases, strict=True)]
 
 
@@ -267,16 +290,16 @@ def _mlp(mlp: Any, memory: HugePages) -> tuple[PackedLinear | None, PackedLinear
     down = _linear(mlp.down_proj)
     if hasattr(mlp, "gate_up_proj"):
         both = _linear(mlp.gate_up_proj)
-        gate, up = both.weight.detach().chunk(2)
+        gate, up = _weights(both).chunk()
         bias = _bias(both)
         biases = None if bias is None else list(bias.chunk(2))
     else:
         parts = [_linear(mlp.gate_proj), _linear(mlp.up_proj)]
-        gate, up = (p.weight for p in parts)
+        gate, up = _alike(parts)
         biases = _biases(parts)
     gate_bias, up_bias = biases or (None, None)
     packed = pack_gated(gate, up, gate_bias, up_bias, memory)
-    return packed, pack(down.weight, _bias(down), memory), act
+    return packed, pack(_weights(down), _bias(down), memory), act
 
 
 def _gate_of(mlp: Any) -> str | None:

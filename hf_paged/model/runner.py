@@ -28,12 +28,15 @@ from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
+from hf_paged.kernels.cpu.memory import return_free_memory
 from hf_paged.model.engine_cache import EngineCache, Step
-from hf_paged.model.fused import FusedDecoder, Native
+from hf_paged.model.fused import SCORED_ROWS, FusedDecoder, Native
 from hf_paged.model.packing import Probe, Work, flat_ids, pack, tables_of
 from hf_paged.model.parts import Parts, UnusualBuildError
+from hf_paged.model.quantized import quantized, quantizes_rows
 from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, static_rope_length, view_of
+from hf_paged.model.weights import unwrapped
 
 logger = logging.getLogger("hf_paged")
 
@@ -45,6 +48,8 @@ _PROBE_LENGTHS = (9, 5)
 _PIECES = (14, 17, 33)
 #: tokens in a block, at most, where the native decoder is tried out
 _TRIAL_BLOCK = 16
+#: an epoch of weights that nobody has looked at yet
+_AS_FOUND: tuple[Any, ...] = ("as found",)
 #: share of what a lost state costs that going on from one may differ by
 _ROUNDING = 0.25
 
@@ -75,9 +80,11 @@ class ModelRunner:
             packed: see follow_weights.
         block_size, memory, num_blocks, attention_backend: as in CacheConfig.
         optimize: run decoders of the usual build by the native decoder, on packed copies of their weights.
+        quantization: as in EngineConfig.
         pool, join: a pool that others use too, and how a layer gets its storage there; without them it has its own.
 
     Raises:
+        ConfigError: ``quantization`` needs torchao, which is not there.
         UnsupportedError: the model is encoder-decoder, keeps layers that cannot be paged, or gives other logits in
             company than alone.
     """
@@ -91,6 +98,7 @@ class ModelRunner:
         num_blocks: int | None = None,
         attention_backend: str = registry.AUTO,
         optimize: bool = True,
+        quantization: str | None = None,
         pool: KVPool | None = None,
         join: Callable[[int, LayerSpec], tuple[LayerKV, Any] | None] | None = None,
     ) -> None:
@@ -98,7 +106,12 @@ class ModelRunner:
         self._lock = threading.Lock()
         #: weakly, so that whoever keeps a runner for a model does not keep the model
         self._model: weakref.ref[Any] = weakref.ref(model)
-        self.view: Any = view_of(model)
+        self._quantization = quantization
+        #: a view of the weights as they are, and one of those that steps run with
+        self.source: Any = view_of(model)
+        self.view: Any = self.source
+        #: whose weights are quantized in the latter; those it was made with, at first
+        self._quantized_of: tuple[Any, ...] | None = _AS_FOUND
         self.config: Any = self.view.config
         if getattr(self.config, "is_encoder_decoder", False):
             raise UnsupportedError(
@@ -129,6 +142,7 @@ class ModelRunner:
             self._takes_positions = False
             self.packed, specs = self._try_out(attention_backend)
         self._states.clear()
+        self.view = self._to_run()  # only now: what rounding does to rows in 8 bits would hide what company does
         if pool is None:
             pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
         pool.set_aside = self._will_pack()  # counts until the first layer joins
@@ -161,8 +175,12 @@ class ModelRunner:
         """Look whether modules of the model were exchanged (an adapter was added, say), and follow."""
         model = self._model()
         with self._lock:  # while the model is tried out, its view differs
-            if model is not None and not same_structure(model, self.view):
-                self.view, self._native = view_of(model), Native()
+            if model is not None and not same_structure(model, self.source):
+                self.source = view_of(model)
+                self.view, self._native, self._quantized_of = self._to_run(), Native(), _AS_FOUND
+
+    def _to_run(self) -> Any:
+        return self.source if self._quantization is None else quantized(self.source, self._quantization)
 
     def _will_pack(self) -> int:
         """Bytes of weights that will be packed, as far as can be told without trying."""
@@ -175,12 +193,27 @@ class ModelRunner:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed copies of weights."""
-        return 0 if self._native.decoder is None else self._native.decoder.nbytes
+        """Bytes of the packed and quantized copies of weights."""
+        packed = 0 if self._native.decoder is None else self._native.decoder.nbytes
+        return packed + self._quantized_bytes
+
+    @property
+    def _quantized_bytes(self) -> int:
+        """Bytes of quantized weights that the model itself has not."""
+        if self._quantization is None:
+            return 0
+        own = {id(p) for p in self.source.parameters()}
+        inner, _ = unwrapped(p for p in self.view.parameters() if id(p) not in own)
+        return sum(t.nbytes for t in inner)
 
     def follow_weights(self, epoch: tuple[Any, ...] | None) -> None:
-        """Pack the weights for the native decoder if those of ``epoch`` are not packed yet: see Native.follow."""
+        """Quantize and pack the weights of ``epoch`` if that was not done yet: see Native.follow. Where nobody can tell
+        whether weights change they are quantized each time."""
         with self._lock:
+            if self._quantization is not None and (epoch is None or epoch != self._quantized_of):
+                if self._quantized_of is not _AS_FOUND:
+                    self.view = self._to_run()
+                self._quantized_of = epoch
             if self._optimize and self.packed:
                 self._native.follow(epoch, self._made_fused)
 
@@ -208,7 +241,7 @@ class ModelRunner:
         blocks = list(range(1, 2 + len(ids) // block_size))
         pool = KVPool(block_size, len(self.pool.layers), self._choose, num_blocks=len(blocks) + 1)
         cache = EngineCache(self.config, pool.layer, packed=True)  # type: ignore[arg-type] # it has room for all
-        work = [Probe("a", ids, 0, blocks, num_logits=len(ids))]
+        work = [Probe("a", ids, 0, blocks, num_logits=SCORED_ROWS)]
         step, positions, wanted = pack(work, block_size)
         # half of them far away: some models do more than to rotate there
         positions[len(ids) // 2 :] += max(0, self._longest() - len(ids))
@@ -216,10 +249,12 @@ class ModelRunner:
         if len(cache.layers) != len(parts.layers) or any(layer.params is None for layer in cache.layers):
             raise UnusualBuildError("its layers are not those of its cache")
         params, storage = [layer.params for layer in cache.layers], [layer.kv for layer in cache.layers]
+        return_free_memory()  # of forwards of the model's own: packed weights had better not come on top of it
         fused = FusedDecoder(parts, params, storage[0].spec)
         fused.bind(storage)
         fused.check(step.metadata, positions, torch.tensor(ids), want)
         fused.bind([self.pool.layers[i] for i in range(len(fused.layers))])
+        return_free_memory()
         return fused
 
     def _longest(self) -> int:
@@ -415,7 +450,7 @@ class ModelRunner:
                 # whatever a model raises at a shape it does not know means the same: not in this way
                 reasons.append(f"{'packed' if packed else 'as padded rows'}: {error}")
                 continue
-            tolerance = 1e-3 if want[0].dtype == torch.float32 and _exact(self.view) else 0.1
+            tolerance = _tolerance(self.view)
             worst = max(_distance(a, b) for a, b in zip(got, want, strict=True))
             if worst <= tolerance:
                 if cache.recurrent:
@@ -478,5 +513,9 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def _exact(model: torch.nn.Module) -> bool:
-    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+def _tolerance(model: torch.nn.Module) -> float:
+    """How far logits may differ between ways to compute them, in terms of the largest."""
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    if any(map(quantizes_rows, floating)):
+        return 0.3
+    return 1e-3 if all(p.dtype in (torch.float32, torch.float64) for p in floating) else 0.1

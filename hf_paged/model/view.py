@@ -8,6 +8,7 @@ are assigned later, and has its own ``training`` flags, which stay False.
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any, TypeVar
 
 import torch
@@ -105,7 +106,8 @@ def _rebound(value: Any, twins: dict[int, torch.nn.Module]) -> Any:
     value = getattr(value, "_torchdynamo_orig_callable", value)
     owner = getattr(value, "__self__", None)
     if isinstance(owner, torch.nn.Module) and id(owner) in twins:
-        return getattr(value, "__func__", value).__get__(twins[id(owner)])
+        function = getattr(value, "__func__", None)  # of whatever kind: torchao binds partial ones
+        return value if function is None else types.MethodType(function, twins[id(owner)])
     if isinstance(value, functools.partial):
         args = tuple(_rebound(a, twins) for a in value.args)
         func = _rebound(value.func, twins)

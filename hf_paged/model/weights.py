@@ -12,6 +12,7 @@ import enum
 import hashlib
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,10 @@ class WeightsWatch:
     def observe(self, model: torch.nn.Module) -> int | None:
         """Compare the model with the last call and return its epoch; None when its weights cannot be read."""
         tensors = [*model.parameters(), *model.buffers()]
-        if not all(_readable(t) for t in tensors):
+        inner, how = unwrapped(tensors)
+        if not all(_readable(t) for t in inner):
             return None
-        seen = (quick_signature(tensors), checksum(tensors))
+        seen = (quick_signature(inner), checksum(inner), how)
         if self._stepped or seen != self._seen:
             self.epoch += 1
             self._seen, self._stepped = seen, False
@@ -71,7 +73,25 @@ class WeightsWatch:
         seen = self._seen  # another thread may call changed() at any time
         if self._stepped or seen is None:
             return False
-        return bool(quick_signature([*model.parameters(), *model.buffers()]) == seen[0])
+        inner, how = unwrapped([*model.parameters(), *model.buffers()])
+        return bool(quick_signature(inner) == seen[0]) and how == seen[2]
+
+
+def unwrapped(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
+    """Tensors that hold others (quantized weights, such as torchao's) replaced by those, as far as they say which, and
+    what they say besides."""
+    inner: list[torch.Tensor] = []
+    how: list[str] = []
+    for tensor in tensors:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if _readable(tensor) or flatten is None:
+            inner.append(tensor)
+            continue
+        names, context = flatten()
+        found, deeper = unwrapped([getattr(tensor, name) for name in names])
+        inner += found
+        how.append(f"{len(inner)} {type(tensor).__qualname__} {names} {context} {deeper}")
+    return inner, "\n".join(how)
 
 
 def quick_signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -232,7 +252,7 @@ def storage_key(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    """Plain memory: not sparse, not on the meta device (offloaded), not a wrapper such as quantized weights."""
+    """Plain memory: not sparse, not on the meta device (offloaded), not a wrapper (see unwrapped)."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.layout == torch.strided

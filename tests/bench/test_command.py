@@ -91,7 +91,7 @@ def test_a_failed_peer_is_exit_status_1(tiny_folder, work, tmp_path, quick_machi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--peers", "vlm"), "no peer 'vlm'; there are hf-paged, hf-paged-generate, stock, stock-batch"),
+        (("--peers", "vlm"), "no peer 'vlm'; there are hf-paged, hf-paged-int8, hf-paged-int8-weights, hf-paged-gen"),
         (("--only", "W9"), "no entry 'W9' in workloads.json"),
         (("--dtype", "int8"), "dtype='int8' must be one of"),
         (("--workloads", "nowhere.json"), "cannot read the workload file nowhere.json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -175,7 +176,8 @@ def test_settings_that_cannot_work(wrong):
 def test_peers_by_name(tmp_path):
     (tmp_path / "other_engine_peer.py").touch()
     known = peers.available(tmp_path, tmp_path)
-    assert list(known) == ["hf-paged", "hf-paged-generate", "stock", "stock-batch", "other-engine"]
+    ours = ["hf-paged", "hf-paged-int8", "hf-paged-int8-weights", "hf-paged-generate", "stock", "stock-batch"]
+    assert list(known) == [*ours, "other-engine"]
     assert known["other-engine"].missing == "not installed: make bench-peers"
     assert not known["stock"].missing
     python = tmp_path / "other_engine" / "bin" / "python"
@@ -185,3 +187,11 @@ def test_peers_by_name(tmp_path):
     assert [spec.name for spec in peers.choose(["stock", "hf-paged"], known)] == ["hf-paged", "stock"]
     with pytest.raises(ConfigError, match="no peer 'vlm'; there are hf-paged"):
         peers.choose(["vlm"], known)
+
+
+def test_peers_of_quantized_weights_need_torchao(monkeypatch):
+    assert peers.builtin("hf-paged-int8").command[-1] == "int8_dynamic"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("hf-paged-int8", "hf-paged-int8-weights"):
+        assert peers.builtin(name).missing == "not installed: pip install 'hf-paged[quantization]'"
+    assert not peers.builtin("hf-paged").missing

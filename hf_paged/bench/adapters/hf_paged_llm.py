@@ -1,7 +1,8 @@
-"""Peer: ``hf_paged.LLM``, as a user gets it without options."""
+"""Peer: ``hf_paged.LLM``, as a user gets it without options, or with the quantization named on the command line."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from hf_paged import LLM, SamplingParams
@@ -12,9 +13,15 @@ from hf_paged.bench.wire.hf_paged_peer import Work, serve
 class PagedLLM(TransformersPeer):
     packages = ("hf-paged", *TransformersPeer.packages)
 
+    def __init__(self, quantization: str | None = None) -> None:
+        super().__init__()
+        self.quantization = quantization
+        if quantization is not None:
+            self.packages = (*self.packages, "torchao")
+
     def load(self) -> None:
         super().load()
-        self.llm = LLM(self.model)
+        self.llm = LLM(self.model, quantization=self.quantization)
 
     def reset(self, work: Work) -> None:
         self.llm.reset_prefix_cache()
@@ -46,4 +53,4 @@ class PagedLLM(TransformersPeer):
 
 
 if __name__ == "__main__":
-    serve(PagedLLM())
+    serve(PagedLLM(*sys.argv[1:]))

@@ -30,8 +30,8 @@ _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mpre
 _X86_FLAGS: dict[str, list[str]] = {
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
-    "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "amx": [*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 #: sources that are compiled once for each instruction set
 _PER_ISA = ("attend", "decoder")

@@ -290,7 +290,8 @@ int detect_isa() {
     if (!avx512 || (states & 0xe6) != 0xe6) return HFP_AVX2;
     uint32_t a71, b71, c71, d71;
     if (!__get_cpuid_count(7, 1, &a71, &b71, &c71, &d71) || !(a71 & (1u << 5))) return HFP_AVX512;
-    const bool amx = (d7 & (1u << 22)) && (d7 & (1u << 24)) && (states & 0x60000) == 0x60000;
+    if (!(c7 & (1u << 11))) return HFP_AVX512;  // every processor that has bf16 has vnni
+    const bool amx = (d7 & (1u << 22)) && (d7 & (1u << 24)) && (d7 & (1u << 25)) && (states & 0x60000) == 0x60000;
     if (!amx || !amx_permitted()) return HFP_AVX512_BF16;
     return HFP_AMX;
 #else
@@ -340,9 +341,7 @@ HFP_EXPORT int hfp_attend(const hfp_layer* layer, const hfp_batch* batch, const 
 
 #if defined(HFP_X86)
 #define HFP_DISPATCH(NAME, ARGS)                                                              \
-    const hfp_decoder* decoder = (ARGS)->decoder;                                             \
-    const int isa = decoder->dtype != HFP_BF16 && decoder->isa > HFP_AVX512 ? HFP_AVX512 : decoder->isa; \
-    switch (isa) {                                                                            \
+    switch ((ARGS)->decoder->isa) {                                                           \
         case HFP_AVX2: return NAME##_avx2(ARGS);                                              \
         case HFP_AVX512: return NAME##_avx512(ARGS);                                          \
         case HFP_AVX512_BF16: return NAME##_avx512_bf16(ARGS);                                \

@@ -7,7 +7,7 @@ recognises a model's layers describes them with the dataclasses here.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class NormStruct(ctypes.Structure):
 class LinearStruct(ctypes.Structure):
     """``hfp_linear``"""
 
-    _fields_ = [("w", _pointer), ("bias", _pointer), ("n", _i32), ("k", _i32)]
+    _fields_ = [*[(name, _pointer) for name in ("w", "bias", "scale", "offsets")], ("n", _i32), ("k", _i32)]
 
 
 class DecoderLayerStruct(ctypes.Structure):
@@ -63,7 +63,7 @@ class DecoderStruct(ctypes.Structure):
 class WorkspaceStruct(ctypes.Structure):
     """``hfp_workspace``"""
 
-    _fields_ = [(name, _pointer) for name in ("a", "h", "q", "k", "v", "o", "y")]
+    _fields_ = [(name, _pointer) for name in ("a", "h", "q", "k", "v", "o", "y", "q8", "scales")]
 
 
 class DecodeStruct(ctypes.Structure):
@@ -80,7 +80,7 @@ class DecodeStruct(ctypes.Structure):
 class ProjectStruct(ctypes.Structure):
     """``hfp_project_args``"""
 
-    _fields_ = [*[(name, _pointer) for name in ("decoder", "norm", "linear", "a", "x", "out")], ("rows", _i64)]
+    _fields_ = [*[(name, _pointer) for name in ("decoder", "norm", "linear", "work", "x", "out")], ("rows", _i64)]
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,68 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Weights of a product ``y = x W^T``.
+
+    Attributes:
+        numbers: ``[n, k]``, float32 or bfloat16, or int8 with a scale.
+        dtype: what products with them are given and what they stand for, float32 or bfloat16.
+        scale: float32 ``[n]`` of weights in 8 bits, which are ``numbers * scale``; None of others.
+        dynamic: rows are brought to 8 bits too before they are multiplied, each with a scale of its own.
+    """
+
+    numbers: torch.Tensor
+    dtype: torch.dtype
+    scale: torch.Tensor | None = None
+    dynamic: bool = False
+
+    @classmethod
+    def plain(cls, weight: torch.Tensor) -> Weights:
+        return cls(weight.detach(), weight.dtype)
+
+    @classmethod
+    def rows(cls, parts: Sequence[Weights]) -> Weights:
+        """Of several products of the same rows, one behind the other. Raises InternalError unless they are alike."""
+        return cls._joined(parts, torch.cat)
+
+    @classmethod
+    def gated(cls, gate: Weights, up: Weights) -> Weights:
+        """Of two products of the same rows, 16 outputs of the first and the 16 of the second that belong to them."""
+        return cls._joined([gate, up], _interleaved)
+
+    @classmethod
+    def _joined(cls, parts: Sequence[Weights], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Weights:
+        if len({(p.numbers.dtype, p.dtype, p.scale is None, p.dynamic) for p in parts}) > 1:
+            raise InternalError("weights that are packed together are of different kinds")
+        scales = [p.scale for p in parts if p.scale is not None]
+        scale = join(scales) if scales else None
+        return cls(join([p.numbers for p in parts]), parts[0].dtype, scale, parts[0].dynamic)
+
+    def chunk(self) -> tuple[Weights, Weights]:
+        """The first half of the outputs and the second."""
+        scales = (None, None) if self.scale is None else self.scale.chunk(2)
+        first, second = (
+            Weights(n, self.dtype, s, self.dynamic) for n, s in zip(self.numbers.chunk(2), scales, strict=True)
+        )
+        return first, second
+
+
+@dataclass(frozen=True)
 class PackedLinear:
-    """Weights of a product in panels. ``bias`` is float32, padded like the outputs where those are gated."""
+    """Weights of a product in panels. ``bias`` is float32, padded like the outputs where those are gated; ``scale`` and
+    ``offsets`` (int32, where rows are in 8 bits too) are padded to whole panels."""
 
     packed: torch.Tensor
     bias: torch.Tensor | None
     n: int
     k: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.packed.dtype == torch.int32 else self.packed.dtype
+    dtype: torch.dtype
+    scale: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(t.nbytes for t in (self.packed, self.bias, self.scale, self.offsets) if t is not None)
 
 
 @dataclass(frozen=True)
@@ -134,49 +181,78 @@ class DecoderLayer:
     keep: Any = None
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None) -> PackedLinear:
-    """Pack ``weight [n, k]`` (float32 or bfloat16) of ``y = x W^T + b``, in ``memory`` where that is given."""
-    n, k = weight.shape
-    panels = _panels(weight.detach(), memory or HugePages())
-    return PackedLinear(panels, None if bias is None else bias.detach().float().contiguous(), n, k)
+#: of a product of rows in 8 bits, whose sums are int32: 128 * 255 times this is less than 2^31
+MAX_DEPTH_OF_BYTES = 1 << 16
+
+
+def pack(
+    weights: Weights | torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None
+) -> PackedLinear:
+    """Pack the weights ``[n, k]`` of ``y = x W^T + b``, in ``memory`` where that is given."""
+    if isinstance(weights, torch.Tensor):
+        weights = Weights.plain(weights)
+    n, k = weights.numbers.shape
+    if weights.dynamic and k > MAX_DEPTH_OF_BYTES:
+        raise InternalError(f"rows of {k} numbers in 8 bits, of which sums would overflow")
+    memory = memory or HugePages()
+    padded = -(-n // PANEL) * PANEL
+    scale = offsets = None
+    if weights.scale is not None:
+        scale = memory.zeros((padded,), torch.float32)
+        scale[:n] = weights.scale
+        if weights.dynamic:
+            offsets = memory.zeros((padded,), torch.int32)
+            for rows, sums in zip(weights.numbers.split(256), offsets[:n].split(256), strict=True):
+                torch.sum(rows, 1, dtype=torch.int32, out=sums)  # by way of a copy in int32
+            offsets *= 128
+    return PackedLinear(
+        _panels(weights.numbers, memory),
+        None if bias is None else bias.detach().float().contiguous(),
+        n,
+        k,
+        weights.dtype,
+        scale,
+        offsets,
+    )
 
 
 def pack_gated(
-    gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None = None, up_bias: torch.Tensor | None = None,
-    memory: HugePages | None = None,
+    gate: Weights | torch.Tensor, up: Weights | torch.Tensor, gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None, memory: HugePages | None = None,
 ) -> PackedLinear:  # fmt: skip
     """Pack two products of the same rows, ``[n, k]`` each, so that the two outputs that belong together are summed by
     the same thread: 16 of the first and 16 of the second in a panel."""
     if (gate_bias is None) != (up_bias is None):
         raise InternalError("of a gate and what it gates, one has a bias and one has not")
-    weight = _interleaved(gate.detach(), up.detach())
+    first, second = (Weights.plain(w) if isinstance(w, torch.Tensor) else w for w in (gate, up))
     bias = None
     if gate_bias is not None and up_bias is not None:
-        bias = _interleaved(gate_bias.detach().float()[:, None], up_bias.detach().float()[:, None])[:, 0].contiguous()
-    return PackedLinear(_panels(weight, memory or HugePages()), bias, weight.shape[0], weight.shape[1])
+        bias = _interleaved([gate_bias.detach().float(), up_bias.detach().float()])
+    return pack(Weights.gated(first, second), bias, memory)
 
 
-def _interleaved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    half, (n, k) = PANEL // 2, a.shape
+def _interleaved(pair: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of two tensors ``[n, ...]``, 16 rows of the first and 16 of the second by turns; zeros where ``n`` ends."""
+    a, b = pair
+    half, (n, *rest) = PANEL // 2, a.shape
     groups = -(-n // half)
-    both = a.new_zeros(2, groups * half, k)
+    both = a.new_zeros(2, groups * half, *rest)
     both[0, :n], both[1, :n] = a, b
-    return both.view(2, groups, half, k).transpose(0, 1).reshape(groups * PANEL, k)
+    return both.view(2, groups, half, *rest).transpose(0, 1).reshape(groups * PANEL, *rest)
 
 
 def _panels(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
     n, k = weight.shape
     panels = -(-n // PANEL)
-    paired = weight.dtype == torch.bfloat16
-    depth = -(-k // PANEL) * PANEL if paired else k
+    together = 4 // weight.itemsize  # numbers that travel as one
+    depth = k if together == 1 else -(-k // (16 * together)) * 16 * together
     if (panels * PANEL, depth) != (n, k):
         weight = torch.nn.functional.pad(weight, (0, depth - k, 0, panels * PANEL - n))
-    if not paired:
+    if together == 1:
         return memory.zeros((panels, depth, PANEL), weight.dtype).copy_(
             weight.view(panels, PANEL, depth).transpose(1, 2)
         )
-    half = PANEL // 2  # two bfloat16 travel as one number
-    tiles = weight.contiguous().view(torch.int32).view(panels, 2, half, depth // PANEL, half).permute(0, 3, 1, 4, 2)
+    tiles = weight.contiguous().view(torch.int32).view(panels, 2, 16, -1, 16).permute(0, 3, 1, 4, 2)
     return memory.zeros(tiles.shape, torch.int32).copy_(tiles)
 
 
@@ -213,22 +289,34 @@ class Decoder:
             "o": heads * head_dim,
             "y": max((heads + 2 * kv_heads) * head_dim, hidden),
         }
+        self._dtypes = dict.fromkeys(self._widths, dtype) | {"y": torch.float32}
+        #: the most that a product of rows in 8 bits reads, rounded up; 0 where there is none
+        self._bytes = 0
+        for layer in layers:
+            self._will_multiply(layer.qkv, layer.o, layer.gate_up, layer.down)
         self._rows = 0
         self._buffers: dict[str, torch.Tensor] = {}
         self._pages = LentPages()
         self._work = WorkspaceStruct()
         self._decode = DecodeStruct(decoder=ctypes.addressof(self.struct), work=ctypes.addressof(self._work))
         self._decode_at = ctypes.addressof(self._decode)
-        self._project = ProjectStruct(decoder=ctypes.addressof(self.struct))
+        self._project = ProjectStruct(decoder=ctypes.addressof(self.struct), work=ctypes.addressof(self._work))
         self._project_at = ctypes.addressof(self._project)
         #: what was projected with before, by identity, and kept so that it stays the same
         self._projected: dict[tuple[int, int], tuple[NormStruct, LinearStruct | None, Any]] = {}
 
+    def _will_multiply(self, *linears: PackedLinear | None) -> None:
+        """Have room for the rows of these products in 8 bits, those of which are."""
+        most = max((-(-p.k // 64) * 64 for p in linears if p is not None and p.offsets is not None), default=0)
+        if most > self._bytes:
+            self._bytes, self._rows = most, 0
+            self._widths |= {"q8": most, "scales": 1}
+            self._dtypes |= {"q8": torch.int8, "scales": torch.float32}
+
     def _reserve(self, rows: int) -> None:
         if rows <= self._rows:
             return
-        rows = -(-rows // PANEL) * PANEL
-        dtypes = {name: torch.float32 if name == "y" else self.dtype for name in self._widths}
+        rows, dtypes = -(-rows // PANEL) * PANEL, self._dtypes
         # rows come in 32, so that each buffer ends with a cache line
         memory = HugePages(sum(rows * width * dtypes[name].itemsize for name, width in self._widths.items()))
         buffers = {name: memory.zeros((rows, width), dtypes[name]) for name, width in self._widths.items()}
@@ -236,7 +324,6 @@ class Decoder:
         self._rows = 0
         for name, buffer in buffers.items():
             setattr(self._work, name, buffer.data_ptr())
-        self._project.a = self._work.a
         self._buffers, self._rows = buffers, rows
 
     def decode(
@@ -263,6 +350,7 @@ class Decoder:
         """``linear`` of the norm of ``x`` (float32 ``[rows, hidden]``): float32 ``[rows, n]``. Without ``linear`` the
         normed rows, in the decoder's dtype."""
         rows = x.shape[0]
+        self._will_multiply(linear)
         self._reserve(rows)
         if linear is None:
             out = torch.empty(rows, self.hidden, dtype=self.dtype, device="cpu")
@@ -288,8 +376,8 @@ def _norm_struct(norm: Norm | None) -> NormStruct:
 def _linear_struct(linear: PackedLinear | None) -> LinearStruct:
     if linear is None:
         return LinearStruct()
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return LinearStruct(linear.packed.data_ptr(), bias, linear.n, linear.k)
+    bias, scale, offsets = (None if t is None else t.data_ptr() for t in (linear.bias, linear.scale, linear.offsets))
+    return LinearStruct(linear.packed.data_ptr(), bias, scale, offsets, linear.n, linear.k)
 
 
 def _layer_struct(layer: DecoderLayer) -> DecoderLayerStruct:

@@ -4,9 +4,10 @@
 //
 //   fp32   [n / 32][k][32 outputs]
 //   bf16   [n / 32][k / 32][2][16 pairs][16 outputs][2], k padded to a multiple of 32
+//   int8   [n / 32][k / 64][2][16 quads][16 outputs][4], k padded to a multiple of 64
 //
 // A thread that computes a panel reads it from front to end. The layout depends on the dtype only: 64 bytes are one row
-// of an AMX tile, the operand of vdpbf16ps, or a vector of floats, and 1 KiB in one piece is a tile.
+// of an AMX tile, the operand of vdpbf16ps or vpdpbusd, or a vector of floats, and 1 KiB in one piece is a tile.
 #pragma once
 
 #include "hfp_abi.h"
@@ -21,9 +22,13 @@ struct hfp_norm {
     float eps;
 };
 
+// Weights in 8 bits have a scale. Where they have offsets too, so are the rows that are multiplied with them, each with a
+// scale of its own: what torchao calls dynamic activation quantization, symmetric and by row.
 struct hfp_linear {
-    const void* w;      // packed; null where there is none
-    const float* bias;  // [n] or null
+    const void* w;           // packed; null where there is none
+    const float* bias;       // [n] or null
+    const float* scale;      // [n, padded] of weights in 8 bits, null of others
+    const int32_t* offsets;  // [n, padded] 128 times the sum of an output's weights, or null
     int32_t n;
     int32_t k;
 };
@@ -61,6 +66,8 @@ struct hfp_workspace {
     void* v;    // the same
     void* o;    // dtype [rows, heads * head_dim]
     float* y;   // fp32 [rows, max(qkv outputs, hidden)]
+    void* q8;   // int8 [rows, round(the most that a product reads, 64)], or null where no rows are in 8 bits
+    float* scales;  // fp32 [rows], with q8
 };
 }
 
@@ -80,7 +87,7 @@ struct hfp_project_args {
     const hfp_decoder* decoder;
     const hfp_norm* norm;
     const hfp_linear* linear;  // null: `out` is the normed rows, in the decoder's dtype
-    void* a;                   // as in hfp_workspace
+    const hfp_workspace* work;
     const float* x;            // [rows, hidden]
     void* out;                 // fp32 [rows, n]
     int64_t rows;

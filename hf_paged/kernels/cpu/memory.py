@@ -77,6 +77,14 @@ class LentPages:
             self._free.append(memory)
 
 
+def return_free_memory() -> None:
+    """Give back to the system what malloc keeps for later, where it can be asked to (glibc): hundreds of megabytes
+    after many steps in tensors of many sizes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _mapped(size: int) -> torch.Tensor:
     """Fresh bytes that start on a huge page, all zero."""
     memory = _mapping(size)

@@ -50,65 +50,94 @@ HFP_INLINE void share(int64_t n, int t, int threads, int64_t* begin, int64_t* en
     *end = n * (t + 1) / threads;
 }
 
-template <bool BF16>
+// What products multiply. I8 are rows in 8 bits with weights in 8 bits; I16 the same where the processor multiplies no
+// bytes, the panel having been widened.
+enum Number { F32, BF16, I8, I16 };
+
+// Bytes of a number of a row.
+template <Number T>
+constexpr int kBytes = T == F32 ? 4 : T == BF16 ? 2 : 1;
+// Numbers of a panel's depth that 64 bytes hold: panels and rows are whole multiples of it, but for F32.
+template <Number T>
+constexpr int kDepth = T == F32 ? 32 : 64 / kBytes<T>;
+template <Number T>
+constexpr bool kInTiles = HFP_USE_AMX && (T == BF16 || T == I8);
+
+#if HFP_USE_AMX
+constexpr Number kBytesAs = I8;
+constexpr int kRowOffset = 0;
+#elif defined(__AVX512VNNI__)
+constexpr Number kBytesAs = I8;
+constexpr int kRowOffset = 128;  // vpdpbusd multiplies unsigned bytes with signed ones
+#else
+constexpr Number kBytesAs = I16;
+constexpr int kRowOffset = 0;
+#endif
+
+template <Number T>
 HFP_INLINE int64_t panel_bytes(int k) {
-    return BF16 ? round_up(k, 32) * kPanel * 2 : static_cast<int64_t>(k) * kPanel * 4;
+    return T == F32 ? static_cast<int64_t>(k) * kPanel * 4 : round_up(k, kDepth<T>) * kPanel * kBytes<T>;
 }
 
-// Rows of numbers that products read, `ld` numbers apart. Where they are tiled, they lie in tiles of 16 rows and 32
-// numbers, 1 KiB in one piece each, and those of the same rows one behind the other: strided rows share few sets of the
-// cache. Tiled rows are whole tiles wide, for nobody zeroes what pads them.
+// Rows of numbers that products read, `ld` numbers apart. Where they are tiled, they lie in tiles of 16 rows and 64
+// bytes, 1 KiB in one piece each, and those of the same rows one behind the other: strided rows share few sets of the
+// cache. Tiled rows of BF16 are whole tiles wide, for nobody zeroes what pads them; whatever pads bytes is multiplied by
+// zeros.
 struct Rows {
     char* data;
     int64_t ld;
     bool tiled;
+    float* scales;  // of each row, where it is in 8 bits
 };
 
-template <bool BF16>
-HFP_INLINE Rows rows_to_read(void* data, int64_t width, int64_t rows) {
-    return {static_cast<char*>(data), round_up(width, 32), HFP_USE_AMX && BF16 && rows > kPanel && width % 32 == 0};
+template <Number T>
+HFP_INLINE Rows rows_to_read(void* data, int64_t width, int64_t rows, float* scales = nullptr) {
+    return {static_cast<char*>(data), round_up(width, kDepth<T>), kInTiles<T> && rows > kPanel && (T == I8 || width % kDepth<T> == 0), scales};
 }
 
-template <bool BF16>
+template <Number T>
 HFP_INLINE char* place(const Rows& rows, int64_t r, int64_t i) {
-    if (HFP_USE_AMX && rows.tiled) return rows.data + (r / 16 * (rows.ld / 32) + i / 32) * 1024 + r % 16 * 64 + i % 32 * 2;
-    return rows.data + (r * rows.ld + i) * (BF16 ? 2 : 4);
+    const int64_t byte = i * kBytes<T>;
+    if (HFP_USE_AMX && rows.tiled) return rows.data + (r / 16 * (rows.ld / kDepth<T>) + byte / 64) * 1024 + r % 16 * 64 + byte % 64;
+    return rows.data + r * rows.ld * kBytes<T> + byte;
 }
 
-// tile[r][0..31] of ROWS rows of `a` (lda elements apart) with one panel.
-template <bool BF16, int ROWS>
-HFP_INLINE void multiply(const char* panel, int k, const char* a, int64_t lda, float* tile) {
+#if HFP_W == 16
+typedef __m512i Dwords;
+#elif HFP_W == 8
+typedef __m256i Dwords;
+#else
+typedef VI Dwords;
+#endif
+
+// sum + the products of what two dwords hold: pairs of BF16, pairs of 16 bits, four bytes (the first ones unsigned).
+template <Number T>
+HFP_INLINE VF add_products(VF sum, Dwords x, Dwords w) {
+#if defined(__AVX512BF16__)
+    if (T == BF16) return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+#endif
+    if (T == BF16) {
+        const VI a = (VI)x, b = (VI)w, high = splat_int(static_cast<int32_t>(0xffff0000u));
+        return fma(as_float(a & high), as_float(b & high), fma(as_float(a << 16), as_float(b << 16), sum));
+    }
+#if defined(__AVX512VNNI__)
+    if (T == I8) return (VF)_mm512_dpbusd_epi32((__m512i)sum, x, w);
+#endif
+#if HFP_W == 16
+    return (VF)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16(x, w));
+#elif HFP_W == 8
+    return (VF)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(x, w));
+#else
+    return as_float(as_int(sum) + (x << 16 >> 16) * (w << 16 >> 16) + (x >> 16) * (w >> 16));
+#endif
+}
+
+// tile[r][0..31] of ROWS rows of `a` (`stride` bytes apart) with one panel; int32 for I8 and I16.
+template <Number T, int ROWS>
+HFP_INLINE void multiply(const char* panel, int k, const char* a, int64_t stride, float* tile) {
     VF acc[ROWS][kVectors];
     HFP_UNROLL for (int r = 0; r < ROWS; r++) HFP_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = VF{};
-    if (BF16) {
-        const uint16_t* rows = reinterpret_cast<const uint16_t*>(a);
-        const int pairs = static_cast<int>(round_up(k, 32) / 2);
-        for (int i = 0; i < pairs; i++) {
-            const char* w = panel + static_cast<int64_t>(i / 16) * 2048 + i % 16 * 64;
-            prefetch<false>(w + kAhead);
-            prefetch<false>(w + kAhead + 1024);
-#if defined(__AVX512BF16__)
-            const __m512bh b0 = (__m512bh)_mm512_loadu_si512(w), b1 = (__m512bh)_mm512_loadu_si512(w + 1024);
-            HFP_UNROLL for (int r = 0; r < ROWS; r++) {
-                int32_t pair;
-                memcpy(&pair, rows + r * lda + 2 * i, 4);
-                const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-                acc[r][0] = (VF)_mm512_dpbf16_ps((__m512)acc[r][0], x, b0);
-                acc[r][1] = (VF)_mm512_dpbf16_ps((__m512)acc[r][1], x, b1);
-            }
-#else
-            HFP_UNROLL for (int v = 0; v < kVectors; v++) {
-                const VI both = load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4);
-                const VF even = as_float(both << 16), odd = as_float(both & splat_int(static_cast<int32_t>(0xffff0000u)));
-                HFP_UNROLL for (int r = 0; r < ROWS; r++) {
-                    acc[r][v] = fma(splat(bf16_to_float(rows[r * lda + 2 * i])), even, acc[r][v]);
-                    acc[r][v] = fma(splat(bf16_to_float(rows[r * lda + 2 * i + 1])), odd, acc[r][v]);
-                }
-            }
-#endif
-        }
-    } else {
-        const float* rows = reinterpret_cast<const float*>(a);
+    if (T == F32) {
         for (int i = 0; i < k; i++) {
             const float* w = reinterpret_cast<const float*>(panel) + static_cast<int64_t>(i) * kPanel;
             prefetch<false>(reinterpret_cast<const char*>(w) + kAhead);
@@ -116,28 +145,113 @@ HFP_INLINE void multiply(const char* panel, int k, const char* a, int64_t lda, f
             VF b[kVectors];
             HFP_UNROLL for (int v = 0; v < kVectors; v++) b[v] = in_register(load(w + v * HFP_W));
             HFP_UNROLL for (int r = 0; r < ROWS; r++) {
-                const VF x = splat(rows[r * lda + i]);
+                float number;
+                memcpy(&number, a + r * stride + i * 4, 4);
+                const VF x = splat(number);
                 HFP_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = fma(x, b[v], acc[r][v]);
+            }
+        }
+    } else {
+        const int dwords = static_cast<int>(round_up(k, kDepth<T>) * (T == I16 ? 2 : kBytes<T>) / 4);
+        for (int i = 0; i < dwords; i++) {
+            const char* w = panel + static_cast<int64_t>(i / 16) * 2048 + i % 16 * 64;
+            prefetch<false>(w + kAhead);
+            prefetch<false>(w + kAhead + 1024);
+            Dwords b[kVectors];
+            HFP_UNROLL for (int v = 0; v < kVectors; v++) b[v] = (Dwords)load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4);
+            HFP_UNROLL for (int r = 0; r < ROWS; r++) {
+                int32_t dword;
+                if (T == I16) {
+                    int8_t pair[2];
+                    memcpy(pair, a + r * stride + 2 * i, 2);
+                    dword = static_cast<int32_t>(static_cast<uint16_t>(pair[0]) | static_cast<uint32_t>(pair[1]) << 16);
+                } else {
+                    memcpy(&dword, a + r * stride + 4 * i, 4);
+                }
+                const Dwords x = (Dwords)splat_int(dword);
+                HFP_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = add_products<T>(acc[r][v], x, b[v]);
             }
         }
     }
     HFP_UNROLL for (int r = 0; r < ROWS; r++) HFP_UNROLL for (int v = 0; v < kVectors; v++) store(tile + r * kPanel + v * HFP_W, acc[r][v]);
 }
 
+template <Number T, int ROWS>
+HFP_INLINE void multiply_up_to(int rows, const char* panel, int k, const char* a, int64_t stride, float* tile) {
+    if (rows == ROWS) return multiply<T, ROWS>(panel, k, a, stride, tile);
+    if constexpr (ROWS > 1) multiply_up_to<T, ROWS - 1>(rows, panel, k, a, stride, tile);
+}
+
 // Out of line: products differ in what they do with a tile, and this is most of the code.
-template <bool BF16>
-__attribute__((noinline)) void multiply_rows(int rows, const char* panel, int k, const char* a, int64_t lda, float* tile);
-
-template <bool BF16, int ROWS>
-HFP_INLINE void multiply_up_to(int rows, const char* panel, int k, const char* a, int64_t lda, float* tile) {
-    if (rows == ROWS) return multiply<BF16, ROWS>(panel, k, a, lda, tile);
-    if constexpr (ROWS > 1) multiply_up_to<BF16, ROWS - 1>(rows, panel, k, a, lda, tile);
+template <Number T>
+__attribute__((noinline)) void multiply_rows(int rows, const char* panel, int k, const char* a, int64_t stride, float* tile) {
+    multiply_up_to<T, kTile>(rows, panel, k, a, stride, tile);
 }
 
-template <bool BF16>
-void multiply_rows(int rows, const char* panel, int k, const char* a, int64_t lda, float* tile) {
-    multiply_up_to<BF16, kTile>(rows, panel, k, a, lda, tile);
+// A panel of bytes as one of T.
+template <Number T>
+__attribute__((noinline)) void widen(const char* panel, int k, char* out) {
+    const int quads = static_cast<int>(round_up(k, 64) / 4);
+    const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
+    for (int i = 0; i < quads; i++) {
+        const char* from = panel + static_cast<int64_t>(i / 16) * 2048 + i % 16 * 64;
+        prefetch<false>(from + kAhead);
+        prefetch<false>(from + kAhead + 1024);
+        // two dwords of pairs for one of bytes
+        char* pairs = out + static_cast<int64_t>(i / 8) * 2048 + i % 8 * 128;
+        char* numbers = out + static_cast<int64_t>(i) * 4 * kPanel * 4;
+        for (int v = 0; v < kVectors; v++) {
+            const int half = v * HFP_W / 16, at = v * HFP_W % 16 * 4;
+            const VI four = load_int(from + half * 1024 + at);
+            const VI x[4] = {four << 24 >> 24, four << 16 >> 24, four << 8 >> 24, four >> 24};
+            VF f[4];
+            for (int j = 0; j < 4; j++) f[j] = __builtin_convertvector(x[j], VF);
+            if (T == F32) {
+                for (int j = 0; j < 4; j++) store(reinterpret_cast<float*>(numbers + j * kPanel * 4 + half * 64 + at), f[j]);
+                continue;
+            }
+            for (int j = 0; j < 2; j++) {
+                const VI low = T == BF16 ? as_int(f[2 * j]) >> 16 : x[2 * j];
+                const VI up = T == BF16 ? as_int(f[2 * j + 1]) : x[2 * j + 1] << 16;
+                store(reinterpret_cast<float*>(pairs + half * 1024 + j * 64 + at), as_float((low & ~high) | (up & high)));
+            }
+        }
+    }
 }
+
+// A tile as numbers: of plain weights the sums, of weights in 8 bits the sums times a scale for each output, and for each
+// row where those are in 8 bits too. at(r, c) is W of them, or one.
+struct Sums {
+    const float* tile;
+
+    HFP_INLINE_MEMBER VF at(int r, int c) const { return load(tile + r * kPanel + c); }
+    HFP_INLINE_MEMBER float one(int r, int c) const { return tile[r * kPanel + c]; }
+};
+
+struct ScaledSums {
+    const float *tile, *outputs;
+
+    HFP_INLINE_MEMBER VF at(int r, int c) const { return load(tile + r * kPanel + c) * load(outputs + c); }
+    HFP_INLINE_MEMBER float one(int r, int c) const { return tile[r * kPanel + c] * outputs[c]; }
+};
+
+struct ScaledInts {
+    const float *tile, *outputs, *rows;
+    const int32_t* offsets;
+
+    HFP_INLINE_MEMBER VF at(int r, int c) const {
+        VI sum = load_int(tile + r * kPanel + c);
+        if (kRowOffset) sum -= load_int(offsets + c);
+        return __builtin_convertvector(sum, VF) * splat(rows[r]) * load(outputs + c);
+    }
+    HFP_INLINE_MEMBER float one(int r, int c) const {
+        int32_t sum;
+        memcpy(&sum, tile + r * kPanel + c, 4);
+        return static_cast<float>(kRowOffset ? sum - offsets[c] : sum) * rows[r] * outputs[c];
+    }
+};
+
+thread_local Scratch tls_widened;
 
 #if HFP_USE_AMX
 struct __attribute__((aligned(64))) ProductTiles {
@@ -147,9 +261,9 @@ struct __attribute__((aligned(64))) ProductTiles {
 };
 
 // 32 rows, or the 16 that hold all there are, of which the last may be padding. Rows lie `stride` bytes apart, tiles of
-// them `next` bytes from one to the next 32 columns and `below` bytes to the next 16 rows. With FIRST the panel comes from
+// them `next` bytes from one to the next columns and `below` bytes to the next 16 rows. With FIRST the panel comes from
 // memory, else the rows do from the second cache, where they are tiled.
-template <bool FIRST>
+template <Number T, bool FIRST>
 HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* a, int64_t stride, int64_t next, int64_t below, float* tile) {
     const char* low = a + below;
     const bool tiled = next == 1024;
@@ -159,7 +273,7 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int i = 0; i < k; i += 32, panel += kPanel * 64, a += next, low += next) {
+    for (int i = 0; i < k; i += kDepth<T>, panel += kPanel * 64, a += next, low += next) {
         if (FIRST) {
             for (int line = 0; line < 32; line++) prefetch<false>(panel + kAhead + 64 * line);
         }
@@ -170,12 +284,22 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
         _tile_loadd(4, a, stride);
         _tile_loadd(6, panel, 64);
         _tile_loadd(7, panel + 1024, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        if (T == BF16) {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        } else {
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+        }
         if (both) {
             _tile_loadd(5, low, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            if (T == BF16) {
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            } else {
+                _tile_dpbssd(2, 5, 6);
+                _tile_dpbssd(3, 5, 7);
+            }
         }
     }
     _tile_stored(0, tile, kPanel * 4);
@@ -189,12 +313,12 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
 // Copies of rows that were not tiled when they were made.
 HFP_INLINE Rows to_tiles(const Rows& from, int64_t rows, int64_t k, char* memory, int num_threads) {
     const int64_t across = round_up(k, 32) / 32;
-    const Rows to = {memory, across * 32, true};
+    const Rows to = {memory, across * 32, true, nullptr};
     parallel(num_threads, true, [&](int t, int threads) {
         int64_t first, last;
         share(rows, t, threads, &first, &last);
         for (int64_t r = first; r < last; r++) {
-            for (int64_t i = 0; i < across; i++) memcpy(place<true>(to, r, i * 32), place<true>(from, r, i * 32), 64);
+            for (int64_t i = 0; i < across; i++) memcpy(place<BF16>(to, r, i * 32), place<BF16>(from, r, i * 32), 64);
         }
     });
     return to;
@@ -204,32 +328,55 @@ thread_local Scratch tls_tiles;
 constexpr int64_t kMostKept = 16 << 20;
 #endif
 
-// Calls finish(row, rows, panel, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to
-// a multiple of 32.
-template <bool BF16, class Finish>
-HFP_INLINE void multiply_panel(const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, const Finish& finish) {
+// Calls finish(row, rows, p, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to a
+// multiple of their depth. `widened` is memory for a panel where this has to be widened. `as_tile` makes of sums what
+// finish is given.
+template <Number T, class Finish, class AsTile>
+HFP_INLINE void multiply_panel(
+    const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, char* widened, const Finish& finish, const AsTile& as_tile) {
+    constexpr Number kKind = T == I8 ? kBytesAs : T;
     const int k = linear->k;
-    const char* panel = static_cast<const char*>(linear->w) + p * panel_bytes<BF16>(k);
+    const char* panel = static_cast<const char*>(linear->w) + p * (linear->scale ? panel_bytes<I8>(k) : panel_bytes<T>(k));
+    if (widened) {
+        widen<kKind>(panel, k, widened);
+        panel = widened;
+    }
     float tile[kPanel * kPanel] __attribute__((aligned(64)));
     int64_t at = top;
 #if HFP_USE_AMX
-    const int64_t stride = a.tiled ? 64 : a.ld * 2, next = a.tiled ? 1024 : 64, below = a.ld * 32;
-    for (; BF16 && at < bottom; at += kPanel) {
+    const int64_t width = a.ld * kBytes<T>, stride = a.tiled ? 64 : width, next = a.tiled ? 1024 : 64, below = width * 16;
+    for (; kInTiles<T> && at < bottom; at += kPanel) {
         const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
-        const char* from = place<BF16>(a, at, 0);
-        if (at == top) {  // later rows find the panel in the cache
-            multiply_tiles<true>(here > 16, panel, k, from, stride, next, below, tile);
+        const char* from = place<T>(a, at, 0);
+        if (at == top && !widened) {  // later rows find the panel in the cache
+            multiply_tiles<T, true>(here > 16, panel, k, from, stride, next, below, tile);
         } else {
-            multiply_tiles<false>(here > 16, panel, k, from, stride, next, below, tile);
+            multiply_tiles<T, false>(here > 16, panel, k, from, stride, next, below, tile);
         }
-        finish(at, here, p, tile);
+        finish(at, here, p, as_tile(at, tile));
     }
 #endif
-    while (at < bottom) {
+    while (!kInTiles<T> && at < bottom) {
         const int here = static_cast<int>(bottom - at < kTile ? bottom - at : kTile);
-        multiply_rows<BF16>(here, panel, k, place<BF16>(a, at, 0), a.ld, tile);
-        finish(at, here, p, tile);
+        multiply_rows<kKind>(here, panel, k, place<T>(a, at, 0), a.ld * kBytes<T>, tile);
+        finish(at, here, p, as_tile(at, tile));
         at += here;
+    }
+}
+
+template <Number T, class Finish>
+HFP_INLINE void multiply_any(const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, char* widened, const Finish& finish) {
+    const int64_t from = p * kPanel;
+    if constexpr (T == I8) {
+        multiply_panel<T>(linear, a, p, top, bottom, widened, finish, [&](int64_t row, const float* tile) HFP_INLINE_LAMBDA {
+            return ScaledInts{tile, linear->scale + from, a.scales + row, linear->offsets + from};
+        });
+    } else if (linear->scale) {
+        multiply_panel<T>(linear, a, p, top, bottom, widened, finish, [&](int64_t, const float* tile) HFP_INLINE_LAMBDA {
+            return ScaledSums{tile, linear->scale + from};
+        });
+    } else {
+        multiply_panel<T>(linear, a, p, top, bottom, nullptr, finish, [](int64_t, const float* tile) HFP_INLINE_LAMBDA { return Sums{tile}; });
     }
 }
 
@@ -239,15 +386,15 @@ struct alignas(64) Range {
 };
 constexpr int kMaxRanges = 64;
 
-// Calls finish as multiply_panel does, for the whole product. Each thread has a range of its own, whose panels follow each
-// other in memory, and helps with the others' when that is done: threads are seldom equally fast.
-template <bool BF16, class Finish>
-HFP_INLINE void product(const hfp_linear* linear, Rows a, int64_t rows, int num_threads, const Finish& finish) {
+// Calls finish as multiply_panel does, for the whole product; returns a status. Each thread has a range of its own, whose
+// panels follow each other in memory, and helps with the others' when that is done: threads are seldom equally fast.
+template <Number T, class Finish>
+HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_threads, const Finish& finish) {
     const int k = linear->k;
     const int64_t panels = round_up(linear->n, kPanel) / kPanel;
 #if HFP_USE_AMX
     // Worth it where rows are read again for many panels; without the memory rows are read where they are.
-    if (BF16 && rows > kPanel && !a.tiled) {
+    if (T == BF16 && rows > kPanel && !a.tiled) {
         char* memory = reserve(&tls_tiles, round_up(rows, kPanel) * round_up(k, 32) * 2);
         if (memory) a = to_tiles(a, rows, k, memory, num_threads);
     }
@@ -266,9 +413,19 @@ HFP_INLINE void product(const hfp_linear* linear, Rows a, int64_t rows, int num_
         range.top *= kPanel;
         range.bottom = range.bottom * kPanel < rows ? range.bottom * kPanel : rows;
     }
+    const bool widens = linear->scale && (T != I8 || kBytesAs != I8);
+    int status = HFP_OK;
     parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int) {
+        char* widened = nullptr;
+        if (widens) {
+            widened = reserve(&tls_widened, round_up(k, 64) * kPanel * (T == F32 ? 4 : 2));
+            if (!widened) {
+                __atomic_store_n(&status, HFP_NO_MEMORY, __ATOMIC_RELAXED);
+                return;
+            }
+        }
 #if HFP_USE_AMX
-        if (BF16) {
+        if (kInTiles<T>) {
             static const ProductTiles tiles;
             _tile_loadconfig(&tiles);
         }
@@ -278,16 +435,17 @@ HFP_INLINE void product(const hfp_linear* linear, Rows a, int64_t rows, int num_
             for (;;) {
                 const int64_t p = __atomic_fetch_add(&range.next, 1, __ATOMIC_RELAXED);
                 if (p >= range.last) break;
-                multiply_panel<BF16>(linear, a, p, range.top, range.bottom, finish);
+                multiply_any<T>(linear, a, p, range.top, range.bottom, widened, finish);
             }
         }
 #if HFP_USE_AMX
-        if (BF16) _tile_release();
+        if (kInTiles<T>) _tile_release();
 #endif
     });
 #if HFP_USE_AMX
     release_above(&tls_tiles, kMostKept);
 #endif
+    return status;
 }
 
 }  // namespace

@@ -22,6 +22,7 @@
 
 #define HFP_INLINE static inline __attribute__((always_inline))
 #define HFP_INLINE_MEMBER inline __attribute__((always_inline))
+#define HFP_INLINE_LAMBDA __attribute__((always_inline))
 #define HFP_UNROLL _Pragma("GCC unroll 16")
 
 namespace {

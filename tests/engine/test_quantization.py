@@ -1,0 +1,234 @@
+"""Weights in 8 bits: models that torchao quantized, and engines that do it themselves, give what torchao gives."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_paged import LLM, ConfigError, SamplingParams, UnsupportedError, cache_stats
+from hf_paged.kernels import cpu
+from tests import zoo
+from tests.engine.test_fused import generate, is_fused, make
+from tests.engine.test_llm_parity import alone, check_clean, prompts
+from tests.regressions.helpers import ids, paged, registered, stock
+
+quantization = pytest.importorskip("torchao.quantization", reason="needs the `quantization` extra")
+needs_kernels = pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernels are not built")
+
+KINDS = {
+    "int8_weight_only": quantization.Int8WeightOnlyConfig,
+    "int8_dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
+}
+#: of the usual build, with experts of their own, and run module by module
+NAMES = ["llama", "qwen3", "phi3", "olmo2", "mixtral", "gpt_oss", "gemma2"]
+
+
+def by_torchao(model: Any, kind: str, **options: Any) -> Any:
+    """A copy of a model that its user quantized."""
+    made = copy.deepcopy(model)
+    quantization.quantize_(made, KINDS[kind](set_inductor_config=False, **options))
+    return made
+
+
+def logits_of(llm: LLM, prompt: list[int]) -> torch.Tensor:
+    """Log-probabilities of every next token behind each token of a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=zoo.VOCAB)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    rows = output.prompt_logprobs[1:]
+    return torch.tensor([[row[t].logprob for t in range(zoo.VOCAB)] for row in rows])
+
+
+@torch.no_grad()
+def logits_by_model(model: Any, prompt: list[int]) -> torch.Tensor:
+    return model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+
+
+def off(left: Callable[[list[int]], torch.Tensor], right: Callable[[list[int]], torch.Tensor]) -> float:
+    """Mean difference of log-probabilities over all prompts."""
+    return float(torch.stack([(left(p) - right(p)).abs().mean() for p in prompts()]).mean())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_quantized_by_the_user_give_what_torchao_gives(name: str) -> None:
+    model = by_torchao(zoo.build(name), "int8_weight_only")
+    llm = make(model)
+    assert generate(llm, prompts()) == [alone(model, p) for p in prompts()]
+    assert is_fused(llm) is (name != "gemma2" and cpu.unavailable() is None)
+    error = off(partial(logits_of, llm), partial(logits_by_model, model))
+    assert error < 1e-4 * off(partial(logits_by_model, model), partial(logits_by_model, zoo.build(name)))
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_quantized_as_well_differ_as_much_as_rounding_makes_them(name: str) -> None:
+    """The number of a row that is largest lies between two steps if it is negative, so that the least of changes is one
+    of a step: the model itself, fed what differs in the last bits, is further from what it was."""
+    model, nearly = by_torchao(zoo.build(name), "int8_dynamic"), copy.deepcopy(zoo.build(name))
+    torch.manual_seed(0)
+    embeddings = nearly.get_input_embeddings().weight.data
+    embeddings *= 1 + 3e-6 * torch.randn_like(embeddings)
+    nearly = by_torchao(nearly, "int8_dynamic")
+    llm = make(model)
+    assert is_fused(llm) is (name != "gemma2" and cpu.unavailable() is None)
+    want = partial(logits_by_model, model)
+    assert off(partial(logits_of, llm), want) < 1.25 * off(partial(logits_by_model, nearly), want)
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_quantizes_does_as_torchao_and_leaves_the_model_alone(name: str, kind: str) -> None:
+    model = copy.deepcopy(zoo.build(name))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    llm = make(model, quantization=kind)
+    want = make(by_torchao(model, kind))
+    assert is_fused(llm) is is_fused(want)
+    assert generate(llm, prompts()) == generate(want, prompts())
+    assert torch.equal(logits_of(llm, prompts()[1]), logits_of(want, prompts()[1]))
+    assert all(p is parameters[key] for key, p in model.named_parameters())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert llm.stats()["packed_bytes"] > want.stats()["packed_bytes"]  # the copies that torchao made
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16(kind: str) -> None:
+    model = by_torchao(copy.deepcopy(zoo.build("llama")).to(torch.bfloat16), kind)
+    llm = make(model)
+    assert is_fused(llm)
+    exact = partial(logits_by_model, by_torchao(zoo.build("llama"), kind))
+    # no further off than torchao's own, where roundings to 8 bits leave most to chance
+    assert off(partial(logits_of, llm), exact) < 1.25 * off(partial(logits_by_model, model), exact)
+
+
+@needs_kernels
+def test_weights_that_were_spoilt_would_show() -> None:
+    """The negative control of this file: one scale that is twice as large."""
+    model = by_torchao(zoo.build("llama"), "int8_weight_only")
+    want = logits_by_model(model, prompts()[1])
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.scale[3] *= 2
+    llm = make(model)
+    assert is_fused(llm)
+    assert (logits_of(llm, prompts()[1]) - want).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_weights_are_quantized_again(kind: str) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    before = copy.deepcopy(model.state_dict())
+    llm = make(model, quantization=kind)
+    first = generate(llm, prompts())
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+        model.lm_head.weight[5] += 1
+    changed = generate(llm, prompts())
+    assert changed != first
+    assert changed == generate(make(by_torchao(model, kind)), prompts())
+    model.load_state_dict(before)
+    assert generate(llm, prompts()) == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changes_inside_quantized_weights_are_seen(kind: str) -> None:
+    model = by_torchao(zoo.build("llama"), kind)
+    llm = make(model)
+    first = generate(llm, prompts())
+    model.model.layers[1].self_attn.v_proj.weight.qdata.neg_()
+    assert generate(llm, prompts()) != first
+    with registered():
+        prompt = ids(1, 14)
+        for _ in range(3):
+            assert torch.equal(paged(model, prompt), stock(model, prompt))
+        assert cache_stats(model).hit_tokens > 0
+        before = stock(model, prompt)
+        model.model.layers[0].mlp.down_proj.weight.scale.mul_(3)
+        assert not torch.equal(stock(model, prompt), before), "the test needs a change that matters"
+        assert torch.equal(paged(model, prompt), stock(model, prompt))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"act_mapping_type": quantization.MappingType.ASYMMETRIC}, "rows are quantized by"),
+        ({"granularity": quantization.PerTensor()}, "rows are quantized by"),
+        ({"reduce_range": True}, "rows are quantized by"),
+    ],
+)
+def test_other_ways_of_quantizing_run_module_by_module(
+    options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = by_torchao(zoo.build("llama"), "int8_dynamic", **options)
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        llm = make(model)
+    assert not is_fused(llm)
+    if cpu.unavailable() is None:
+        assert any("module by module" in r.message and why in r.message for r in caplog.records)
+    assert generate(llm, prompts()[:1]) == [alone(model, prompts()[0])]
+
+
+@needs_kernels
+def test_a_scale_for_all_outputs_and_scales_of_groups() -> None:
+    one = by_torchao(zoo.build("llama"), "int8_weight_only", granularity=quantization.PerTensor())
+    llm = make(one)
+    assert is_fused(llm) and generate(llm, prompts()) == [alone(one, p) for p in prompts()]
+    groups = by_torchao(zoo.build("llama"), "int8_weight_only", granularity=quantization.PerGroup(16))
+    llm = make(groups)
+    assert not is_fused(llm) and generate(llm, prompts()) == [alone(groups, p) for p in prompts()]
+
+
+@needs_kernels
+def test_some_projections_quantized_and_some_not() -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    config = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+    quantization.quantize_(model.model.layers[1].mlp, config)  # the projections of one product are alike
+    llm = make(model)
+    assert is_fused(llm) and generate(llm, prompts()) == [alone(model, p) for p in prompts()]
+    quantization.quantize_(model.model.layers[0].self_attn.q_proj, config)  # here they are not
+    llm = make(model)
+    assert not is_fused(llm) and generate(llm, prompts()) == [alone(model, p) for p in prompts()]
+
+
+def test_preemption_and_company_change_nothing() -> None:
+    model = zoo.build("llama")
+    alone_ = [generate(make(model, quantization="int8_dynamic"), [p])[0] for p in prompts()]
+    llm = make(model, quantization="int8_dynamic", num_blocks=8, max_num_batched_tokens=24, preemption="recompute")
+    assert generate(llm, prompts()) == alone_
+    check_clean(llm)
+
+
+def test_what_is_asked_for_in_vain_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"quantization='int4' is not known.*int8_weight_only, int8_dynamic"):
+        make(zoo.build("llama"), quantization="int4")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 15, "num_attention_heads": 2}
+    small = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=1)
+    with pytest.raises(UnsupportedError, match="no projections that can be quantized"):
+        make(transformers.LlamaForCausalLM(small).eval(), quantization="int8_dynamic")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ConfigError, match="needs torchao, which cannot be imported"):
+        make(zoo.build("llama"), quantization="int8_dynamic")
+
+
+def test_adapters_and_gates_of_experts_stay_as_they_are() -> None:
+    peft = pytest.importorskip("peft", reason="needs the `clients` extra")
+    base = copy.deepcopy(zoo.build("llama"))
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config).eval()
+    llm = make(model, quantization="int8_weight_only")
+    kinds = {name: type(p).__name__ for name, p in llm.core.runner.view.named_parameters()}
+    assert {kind for name, kind in kinds.items() if "lora_" in name} == {"Parameter"}
+    assert {kind for name, kind in kinds.items() if "base_layer.weight" in name} == {"Int8Tensor"}
+    with_adapter = generate(llm, prompts())
+    with model.disable_adapter():
+        assert generate(llm, prompts()) != with_adapter
+    assert generate(llm, prompts()) == with_adapter
