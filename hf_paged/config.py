@@ -178,11 +178,11 @@ class EngineConfig:
             weights are packed again when the engine next comes out of idleness or a pause. (Of models above 2 GiB
             bytes are only sampled: say ``weights_changed()`` after writing into a part of one through ``.data``, and
             after replacing a function that the model's code calls.)
-        quantization: run with the weights of projections in 8 bits, by torchao: "int8_weight_only" multiplies them with
-            rows as they are, "int8_dynamic" with rows that are brought to 8 bits too, each with a scale of its own. The
-            output is then that of the model quantized, not of the model. The model is not touched, changed weights are
-            quantized again as they are packed again, and the copies count as packed. A model that was quantized with
-            torchao by its user needs no setting.
+        quantization: run with the weights of projections, not of the head, in 8 bits, by torchao: "int8_weight_only"
+            multiplies them with rows as they are, "int8_dynamic" with rows that are brought to 8 bits too, each with a
+            scale of its own. The output is then that of the model quantized, not of the model. The model is not
+            touched, changed weights are quantized again as they are packed again, and the copies count as packed. A
+            model that was quantized with torchao by its user needs no setting.
         dtype: to load a model in, when it is named and not given; None for what its checkpoint holds.
         seed: from which requests without a seed draw theirs; None for fresh ones.
     """

@@ -52,6 +52,7 @@ EXTRAS = (
     _extra("tgi", "the gRPC shard", "grpcio", "protobuf"),
     _extra("ray", "deployments on Ray Serve", "ray"),
     _extra("grammar", "output that follows a grammar", "xgrammar"),
+    _extra("quantization", "weights in 8 bits", "torchao"),
     _extra("accelerate", "models spread over devices", "accelerate"),
     _extra("bench", "measuring", "psutil", "aiohttp", "matplotlib"),
 )

@@ -23,6 +23,7 @@ from hf_paged.generation import engine_rows
 from hf_paged.generation.engine_rows import Rows
 from hf_paged.generation.paged_cache import PagedCache
 from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
+from hf_paged.model.quantized import quantizes_rows
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.view import is_compiled
 from hf_paged.model.weights import runtime_signature
@@ -217,6 +218,8 @@ def _uncertain(call: Call, logits_processor: Any, generation_config: Any, padded
         return "attention_backend is 'gather'"
     if is_compiled(call.model):
         return "the model is compiled, for the shapes of the stock loop"
+    if any(map(quantizes_rows, call.model.parameters())):
+        return "rows are rounded to 8 bits before they are multiplied, which makes steps of the last bits"
     for processor in logits_processor:
         if padded and compat.looks_at_padding(processor):
             return f"the logits processor {type(processor).__name__} looks at padding"

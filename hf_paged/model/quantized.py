@@ -29,8 +29,8 @@ _HOW_TO_GET = "pip install 'hf-paged[quantization]'"
 def quantized(view: Any, kind: str) -> Any:
     """A view of ``view`` with the weights of its projections in 8 bits, each output with a scale of its own.
 
-    What is small stays as it is (the gates of experts), and so do adapters, embeddings, also where the head shares
-    them, experts that are kept in one tensor, and weights that are not in memory.
+    The head stays as it is, as transformers leaves it (a third of the error would be its), and so do embeddings, what is
+    small (the gates of experts), adapters, experts that are kept in one tensor, and weights that are not in memory.
 
     Raises ConfigError without torchao, UnsupportedError where there is nothing to quantize.
     """
@@ -41,7 +41,8 @@ def quantized(view: Any, kind: str) -> Any:
             f"quantization={kind!r} needs torchao, which cannot be imported ({error}): {_HOW_TO_GET}"
         ) from error
     found = view_of(view)
-    chosen = [m for name, m in found.named_modules() if _is_quantizable(m) and not _is_of_adapter(name)]
+    head = found.get_output_embeddings()
+    chosen = [m for n, m in found.named_modules() if m is not head and _is_quantizable(m) and not _is_of_adapter(n)]
     if not chosen:
         raise UnsupportedError(f"quantization={kind!r}: {type(view).__name__} has no projections that can be quantized")
     config = getattr(quantization, _CONFIGS[kind])(set_inductor_config=False)
@@ -70,7 +71,9 @@ def _in_pieces(weight: torch.Tensor, quantize: Callable[[nn.Module], None], memo
         for name in names:
             part = getattr(piece, name)
             if first is None:
-                inner[name] = memory.zeros((len(weight), *part.shape[1:]), part.dtype)
+                shape = (len(weight), *part.shape[1:])
+                on_cpu = part.device.type == "cpu"
+                inner[name] = memory.zeros(shape, part.dtype) if on_cpu else part.new_empty(shape)
             inner[name][start : start + len(rows)] = part
         first, start = first if first is not None else piece, start + len(rows)
     _, context = first.__tensor_flatten__()

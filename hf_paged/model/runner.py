@@ -106,7 +106,7 @@ class ModelRunner:
         self._lock = threading.Lock()
         #: weakly, so that whoever keeps a runner for a model does not keep the model
         self._model: weakref.ref[Any] = weakref.ref(model)
-        self._quantization = quantization
+        self._quantization, self._quantized_bytes = quantization, 0
         #: a view of the weights as they are, and one of those that steps run with
         self.source: Any = view_of(model)
         self.view: Any = self.source
@@ -180,7 +180,13 @@ class ModelRunner:
                 self.view, self._native, self._quantized_of = self._to_run(), Native(), _AS_FOUND
 
     def _to_run(self) -> Any:
-        return self.source if self._quantization is None else quantized(self.source, self._quantization)
+        if self._quantization is None:
+            return self.source
+        view = quantized(self.source, self._quantization)
+        own = {id(p) for p in self.source.parameters()}
+        inner, _ = unwrapped(p for p in view.parameters() if id(p) not in own)
+        self._quantized_bytes = sum(t.nbytes for t in inner)
+        return view
 
     def _will_pack(self) -> int:
         """Bytes of weights that will be packed, as far as can be told without trying."""
@@ -194,17 +200,7 @@ class ModelRunner:
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed and quantized copies of weights."""
-        packed = 0 if self._native.decoder is None else self._native.decoder.nbytes
-        return packed + self._quantized_bytes
-
-    @property
-    def _quantized_bytes(self) -> int:
-        """Bytes of quantized weights that the model itself has not."""
-        if self._quantization is None:
-            return 0
-        own = {id(p) for p in self.source.parameters()}
-        inner, _ = unwrapped(p for p in self.view.parameters() if id(p) not in own)
-        return sum(t.nbytes for t in inner)
+        return self._quantized_bytes + (0 if self._native.decoder is None else self._native.decoder.nbytes)
 
     def follow_weights(self, epoch: tuple[Any, ...] | None) -> None:
         """Quantize and pack the weights of ``epoch`` if that was not done yet: see Native.follow. Where nobody can tell

@@ -31,10 +31,15 @@ KINDS = {
 NAMES = ["llama", "qwen3", "phi3", "olmo2", "mixtral", "gpt_oss", "gemma2"]
 
 
-def by_torchao(model: Any, kind: str, **options: Any) -> Any:
-    """A copy of a model that its user quantized."""
+def by_torchao(model: Any, kind: str, head: bool = True, **options: Any) -> Any:
+    """A copy of a model that its user quantized, with its head or, as transformers does it, without."""
     made = copy.deepcopy(model)
-    quantization.quantize_(made, KINDS[kind](set_inductor_config=False, **options))
+    skipped = None if head else made.get_output_embeddings()
+    quantization.quantize_(
+        made,
+        KINDS[kind](set_inductor_config=False, **options),
+        filter_fn=lambda module, name: type(module) is torch.nn.Linear and module is not skipped,
+    )
     return made
 
 
@@ -90,7 +95,7 @@ def test_an_engine_that_quantizes_does_as_torchao_and_leaves_the_model_alone(nam
     before = {key: value.clone() for key, value in model.state_dict().items()}
     parameters = dict(model.named_parameters())
     llm = make(model, quantization=kind)
-    want = make(by_torchao(model, kind))
+    want = make(by_torchao(model, kind, head=False))
     assert is_fused(llm) is is_fused(want)
     assert generate(llm, prompts()) == generate(want, prompts())
     assert torch.equal(logits_of(llm, prompts()[1]), logits_of(want, prompts()[1]))
@@ -108,6 +113,17 @@ def test_bfloat16(kind: str) -> None:
     exact = partial(logits_by_model, by_torchao(zoo.build("llama"), kind))
     # no further off than torchao's own, where roundings to 8 bits leave most to chance
     assert off(partial(logits_of, llm), exact) < 1.25 * off(partial(logits_by_model, model), exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_goes_to_the_engine_where_the_result_is_certain(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = by_torchao(zoo.build("llama"), kind)
+    with registered(), caplog.at_level(logging.INFO, logger="hf_paged"):
+        paged(model, ids(1, 14))
+        assert any("rounded to 8 bits" in r.message for r in caplog.records) is (kind == "int8_dynamic")
+        caplog.clear()
+        paged(model, ids(1, 14), cache_config={"engine": True})
+        assert any("rows ran on the engine" in r.message for r in caplog.records)
 
 
 @needs_kernels
@@ -133,7 +149,7 @@ def test_changed_weights_are_quantized_again(kind: str) -> None:
         model.lm_head.weight[5] += 1
     changed = generate(llm, prompts())
     assert changed != first
-    assert changed == generate(make(by_torchao(model, kind)), prompts())
+    assert changed == generate(make(by_torchao(model, kind, head=False)), prompts())
     model.load_state_dict(before)
     assert generate(llm, prompts()) == first
 
