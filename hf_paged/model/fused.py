@@ -40,6 +40,9 @@ from hf_paged.model.parts import (
 
 logger = logging.getLogger("hf_paged")
 
+#: cosines and sines, float32 ``[tokens, rotary_dim]``, by kind of rotary embedding
+Rotary = dict[str | None, tuple[torch.Tensor, torch.Tensor]]
+
 #: weights in a row with which a model is tried out that seems to compute something else, before it is believed
 _TRIALS = 3
 #: what rounding may make of one number, as a share of it
@@ -124,14 +127,14 @@ class FusedDecoder:
     def __init__(self, parts: Parts, params: Sequence[AttentionParams], spec: LayerSpec) -> None:
         self.parts, self._params, self._spec = parts, list(params), spec
         self.dtype: torch.dtype = parts.head.weight.dtype
-        rotaries = [seen.rotary for seen in parts.seen]
-        if any(r is None or r is not rotaries[0] for r in rotaries) or rotaries[0] is None:
-            raise UnusualBuildError("its layers do not share one rotary embedding")
-        self.rotary_dim = int(rotaries[0][0].shape[-1])
+        #: by layer, what its rotary embedding is asked for with; None where all layers share one
+        self._kinds = parts.rotary_kinds()
+        self.rotary_dim = int(parts.seen[0].rotary[0].shape[-1])  # type: ignore[index] # or it would have no kinds
         #: whether the model's rotary tables are of half a rotation, both halves being alike (GPT-OSS)
         self._doubled = False
         self.hidden = parts.embed.weight.shape[1]
-        self._cos = self._sin = torch.empty(0, self.rotary_dim, **PLAIN)
+        #: cosines and sines of positions from 0, by kind, as many as were wanted so far
+        self._known: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         memory = HugePages(parts.packable_bytes)
         self.layers = [
             layer_of(layer, params, spec, self.hidden, memory)
@@ -221,7 +224,8 @@ class FusedDecoder:
     ) -> str | None:  # fmt: skip
         """Where it computes something else than was shown."""
         assert self._decoder is not None
-        rotary = self._tables(positions)  # not by way of tables up to the largest position
+        # not by way of tables up to the largest position
+        rotary = {kind: self._tables(positions, kind) for kind in set(self._kinds)}
         halves = self._made([dataclasses.replace(layer, gate_up=None, down=None) for layer in self._decoder.layers])
         for i, seen in enumerate(shown):
             reason = self._layer_difference(i, seen, halves, metadata, rotary)
@@ -238,8 +242,7 @@ class FusedDecoder:
         return None if off <= 1 else f"its logits are something else ({off:.2g} times what is rounding)"
 
     def _layer_difference(
-        self, index: int, seen: Seen, halves: Decoder, metadata: AttentionMetadata,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        self, index: int, seen: Seen, halves: Decoder, metadata: AttentionMetadata, rotary: Rotary,
     ) -> str | None:  # fmt: skip
         """``halves`` are the layers up to where their MLPs begin."""
         fed, gave = seen.hidden, seen.output
@@ -252,7 +255,8 @@ class FusedDecoder:
             return f"feeds {mlp_fed.dtype} {list(mlp_fed.shape)} to its MLP, which gives {list(mlp_gave.shape)}"
         added, size = self._after_mlp(index, mlp_gave), torch.maximum(fed.abs(), gave.abs())
         x = fed.clone()
-        halves.decode(x, *rotary, cpu_native.batch_address(metadata), metadata.slot_mapping, index, index + 1)
+        cos, sin = rotary[self._kinds[index]]
+        halves.decode(x, cos, sin, cpu_native.batch_address(metadata), metadata.slot_mapping, index, index + 1)
         middle, normed = gave - added, mlp_fed[0].float()
         off = {"attention": self._off(x, middle, middle - fed, torch.maximum(size, added.abs()))}
         rows = halves.project(self.layers[index].before_mlp, None, x).float()
@@ -297,14 +301,16 @@ class FusedDecoder:
         ``ids`` and ``positions`` are int64 ``[tokens]``, as ``metadata`` packs them.
         """
         x = self._embedded(ids)
-        self._run(x, metadata, self._rotary(positions, metadata.max_seq_len), 0, len(self.layers))
+        self._run(x, metadata, self._rotaries(positions, metadata.max_seq_len), 0, len(self.layers))
         if not len(wanted):
             return x.new_empty(0, self._head.n)
         return self._logits(x if len(wanted) == len(x) else x.index_select(0, wanted))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         assert self._decoder is not None
-        return self._decoder.project(self._norm, self._head, x)
+        logits = self._decoder.project(self._norm, self._head, x)
+        cap = self.parts.softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self.parts.embed(ids)
@@ -316,23 +322,27 @@ class FusedDecoder:
         # copied in any case: somebody's own module may keep what it returns
         return rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
-    def _run(
-        self, x: torch.Tensor, metadata: AttentionMetadata, rotary: tuple[torch.Tensor, torch.Tensor], first: int,
-        last: int,
-    ) -> None:  # fmt: skip
+    def _run(self, x: torch.Tensor, metadata: AttentionMetadata, rotary: Rotary, first: int, last: int) -> None:
         """Layers ``first`` to ``last - 1`` on ``x``, in place."""
         decoder = self._decoder
         assert decoder is not None
-        cos, sin = rotary
         batch, slots = cpu_native.batch_address(metadata), metadata.slot_mapping
-        while first < last:  # up to a layer whose MLP is the model's own
-            end = next((i + 1 for i in range(first, last) if self.layers[i].gate_up is None), last)
+        while first < last:
+            end = self._end_of_run(first, last)
+            cos, sin = rotary[self._kinds[first]]
             decoder.decode(x, cos, sin, batch, slots, first, end)
             layer = self.layers[end - 1]
             if layer.gate_up is None:
                 normed = decoder.project(layer.before_mlp, None, x)
                 x += self._after_mlp(end - 1, self._own_mlp(end - 1, normed))
             first = end
+
+    def _end_of_run(self, first: int, last: int) -> int:
+        """How far layers run in one call: to one whose MLP is the model's own, or before one with other rotations."""
+        for i in range(first, last):
+            if self.layers[i].gate_up is None or (i + 1 < last and self._kinds[i + 1] != self._kinds[first]):
+                return i + 1
+        return last
 
     def _own_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         mlp: Any = self.parts.layers[index].mlp
@@ -344,17 +354,22 @@ class FusedDecoder:
             return out
         return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
-    def _rotary(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 ``[tokens, rotary_dim]``, of positions below ``longest``."""
-        if longest > len(self._cos):
-            length = max(_LEAST_POSITIONS, 1 << (longest - 1).bit_length())
-            self._cos, self._sin = self._tables(torch.arange(length, device="cpu"))
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+    def _rotaries(self, positions: torch.Tensor, longest: int) -> Rotary:
+        """Those of ``positions``, which are below ``longest``."""
+        found: Rotary = {}
+        for kind in set(self._kinds):
+            known = self._known.get(kind)
+            if known is None or longest > len(known[0]):
+                length = max(_LEAST_POSITIONS, 1 << (longest - 1).bit_length())
+                known = self._known[kind] = self._tables(torch.arange(length, device="cpu"), kind)
+            found[kind] = known[0].index_select(0, positions), known[1].index_select(0, positions)
+        return found
 
-    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same from the model's own module."""
+    def _tables(self, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of one kind from the model's own module."""
         x = torch.empty(1, 1, 1, **PLAIN).expand(1, len(positions), self.hidden)  # of which it may read the shape
-        found = asked(self.parts.rotary, x, position_ids=positions[None])
+        named = {} if kind is None else {"layer_type": kind}
+        found = asked(self.parts.rotary, x, position_ids=positions[None], **named)
         cos, sin = (torch.cat([t[0], t[0]], -1) if self._doubled else t[0] for t in found)
         for table in (cos, sin):
             if table.shape != (len(positions), self.rotary_dim) or table.device.type != "cpu":

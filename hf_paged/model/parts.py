@@ -6,6 +6,7 @@ how they are found. It runs nothing natively; ``fused`` does, and tries out whet
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ from hf_paged.model.quantized import int8_weights, is_int8
 _DTYPES = (torch.float32, torch.bfloat16)
 #: of tensors made here, whatever torch's defaults are
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-#: settings that change nothing before numbers are large
-_LIMITS = ("final_logit_softcapping", "clip_qkv")
+#: settings that change nothing before numbers are large; the first is known, the other refused
+_SOFTCAP, _CLIP = "final_logit_softcapping", "clip_qkv"
 _LIMIT = re.compile(r"limit|clip|clamp|cap(?:ping)?(?:_|$)", re.IGNORECASE)
 
 
@@ -57,6 +58,9 @@ class Parts:
     norm: nn.Module
     rotary: nn.Module
     head: nn.Linear
+    #: logits are this times the hyperbolic tangent of what they are otherwise over this
+    softcap: float | None = None
+    layer_types: Sequence[str] | None = None
     seen: list[Seen] = field(default_factory=list)
 
     def packed_head(self, memory: HugePages) -> PackedLinear:
@@ -85,10 +89,28 @@ class Parts:
         except AttributeError as error:
             raise UnusualBuildError("it is not made of embed_tokens, layers, norm and rotary_emb") from error
         config = view.config.get_text_config(decoder=True)
-        for name in _LIMITS:
-            if getattr(config, name, None) is not None:
-                raise UnusualBuildError(f"it has a {name}, which small numbers would not show")
-        return cls(embed, list(layers), norm, rotary, _linear(head))
+        softcap = getattr(config, _SOFTCAP, None)
+        if getattr(config, _CLIP, None) is not None or (softcap is not None and not _caps_logits(view)):
+            name = _SOFTCAP if softcap is not None else _CLIP
+            raise UnusualBuildError(f"it has a {name}, which small numbers would not show")
+        layer_types = getattr(config, "layer_types", None)
+        return cls(embed, list(layers), norm, rotary, _linear(head), softcap, layer_types)
+
+    def rotary_kinds(self) -> list[str | None]:
+        """By layer, the type of layer by which its rotary embedding is told from others'; None where all share one.
+
+        Raises UnusualBuildError.
+        """
+        given = [seen.rotary for seen in self.seen]
+        if any(rotary is None for rotary in given):
+            raise UnusualBuildError("a layer is given no rotary embedding")
+        if all(rotary is given[0] for rotary in given):
+            return [None] * len(given)
+        kinds: list[str | None] = list(self.layer_types or ())
+        pairs = {(kind, id(rotary)) for kind, rotary in zip(kinds, given, strict=False)}
+        if len(kinds) != len(given) or not len(pairs) == len(set(kinds)) == len({r for _, r in pairs}):
+            raise UnusualBuildError("its layers do not share one rotary embedding, nor those of a type")
+        return kinds
 
     def watching(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``run()`` a forward, and note what layers are fed and give."""
@@ -107,6 +129,14 @@ class Parts:
         finally:
             for module in watched:
                 module.__dict__.pop("forward", None)
+
+
+def _caps_logits(model: Any) -> bool:
+    """Whether a model does with its softcap what transformers' own do; numbers of usual size would not show it."""
+    forward = type(model).forward
+    if not forward.__module__.startswith("transformers.models."):
+        return False
+    return _SOFTCAP in inspect.getsource(inspect.unwrap(forward))
 
 
 def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:

@@ -29,8 +29,8 @@ _HOW_TO_GET = "pip install 'hf-paged[quantization]'"
 def quantized(view: Any, kind: str) -> Any:
     """A view of ``view`` with the weights of its projections in 8 bits, each output with a scale of its own.
 
-    The head stays as it is, as transformers leaves it (a third of the error would be its), and so do embeddings, what is
-    small (the gates of experts), adapters, experts that are kept in one tensor, and weights that are not in memory.
+    The head stays as it is, as transformers leaves it (a third of the error would be its), and so do embeddings, what
+    is small (the gates of experts), adapters, experts that are kept in one tensor, and weights that are not in memory.
 
     Raises ConfigError without torchao, UnsupportedError where there is nothing to quantize.
     """

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_paged import LLM
+from hf_paged import LLM, SamplingParams
 from hf_paged.kernels import cpu
 from hf_paged.model import parts, runner
 from hf_paged.model.fused import FusedDecoder
 from tests import zoo
 from tests.engine.test_fused import assert_stock_and, generate, is_fused, make
 from tests.engine.test_llm_parity import prompts
+from tests.regressions.helpers import ids
 
 pytestmark = [
     pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernels are not built"),
@@ -309,6 +310,48 @@ def test_limits_of_a_config(limit: str) -> None:
     model = zoo.fresh("llama")
     setattr(model.config, limit, 1e4)
     assert_stock_and(False, model)
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_logits_that_a_model_caps(cap: float) -> None:
+    model = zoo.fresh("gemma2")
+    model.config.final_logit_softcapping = cap
+    prompt = ids(1, 20)
+    llm = assert_stock_and(True, model)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=zoo.VOCAB)
+    (output,) = llm.generate([prompt[0].tolist()], params, use_tqdm=False)
+    rows = output.prompt_logprobs[1:]
+    got = torch.tensor([[row[t].logprob for t in range(zoo.VOCAB)] for row in rows])
+    want = model(prompt).logits[0, :-1].log_softmax(-1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_softcap_of_somebodys_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.fresh("gemma2")
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+    assert_stock_and(False, model)  # it may do anything with it
+
+
+def test_rotary_embeddings_are_told_by_the_type_of_layer() -> None:
+    model = zoo.fresh("gemma3")
+    llm = assert_stock_and(True, model)
+    assert llm.core.runner._native.decoder._kinds == model.config.layer_types
+    one, two = ((torch.zeros(1), torch.zeros(1)) for _ in range(2))
+    found = parts.Parts.of(model)
+
+    def kinds(types: list[str] | None, *rotaries: Any) -> list[str | None]:
+        seen = [parts.Seen(rotary=rotary) for rotary in rotaries]
+        return dataclasses.replace(found, layer_types=types, seen=seen).rotary_kinds()
+
+    assert kinds(["a", "b", "a"], one, two, one) == ["a", "b", "a"]
+    assert kinds(None, one, one) == [None, None]
+    for types, given in (
+        (["a", "a", "b"], (one, two, two)), (["a", "b", "c"], (one, two, two)), (None, (one, two)),
+        (["a", "b"], (one, two, one)), (["a", "b", "a"], (one, two, None)),
+    ):  # fmt: skip
+        with pytest.raises(parts.UnusualBuildError, match="rotary embedding"):
+            kinds(types, *given)
 
 
 def test_logits_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
