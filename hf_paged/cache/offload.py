@@ -44,7 +44,7 @@ class HostTier:
             # as in the pool: tensors made in inference mode could not be written outside it
             with torch.inference_mode(False):
                 made = [
-                    torch.empty((self.num_blocks + 1, *t.shape[1:]), dtype=t.dtype, pin_memory=pinned)
+                    torch.empty((self.num_blocks + 1, *t.shape[1:]), dtype=t.dtype, pin_memory=pinned, device="cpu")
                     for t in (kv.k, kv.v)
                 ]
             found = self._layers[layer_idx] = (made[0], made[1])

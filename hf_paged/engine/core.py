@@ -29,7 +29,7 @@ from hf_paged.engine.stepper import Event, Stepper
 from hf_paged.errors import InvalidRequestError, UnsupportedError
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.view import learned_positions, static_rope_length
-from hf_paged.model.weights import OptimizerHook, WeightsWatch, runtime_signature
+from hf_paged.model.weights import OptimizerHook, WeightsWatch, namespace_of, runtime_signature
 from hf_paged.sampling.beams import BeamSearch
 from hf_paged.sampling.processors import Processor, processors_for
 from hf_paged.sampling.sampler import SamplerState
@@ -348,7 +348,7 @@ class EngineCore:
             found = self._look()
         finally:
             if found is None:
-                self.runner.follow_weights(None)
+                self.runner.forget_weights()
                 found = self._unknown()
             self._namespace = found
             if before is not None and before != found:
@@ -357,8 +357,9 @@ class EngineCore:
     def _look(self) -> Namespace:
         self.runner.refresh()
         source = self.runner.source
-        found = self._watch.namespace(source, runtime_signature(source))
-        self.runner.follow_weights(found)
+        weights, runtime = self._watch.observe(source), runtime_signature(source)
+        found = namespace_of(weights, runtime)
+        self.runner.follow_weights(found, weights)
         if found is None:
             return self._unknown()
         if found != self._namespace:

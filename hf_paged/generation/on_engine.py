@@ -219,7 +219,7 @@ def _uncertain(call: Call, logits_processor: Any, generation_config: Any, padded
     if is_compiled(call.model):
         return "the model is compiled, for the shapes of the stock loop"
     if any(map(quantizes_rows, call.model.parameters())):
-        return "rows are rounded to 8 bits before they are multiplied, which makes steps of the last bits"
+        return "rows are rounded to few bits before they are multiplied, which makes steps of the last bits"
     for processor in logits_processor:
         if padded and compat.looks_at_padding(processor):
             return f"the logits processor {type(processor).__name__} looks at padding"

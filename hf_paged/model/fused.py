@@ -83,14 +83,17 @@ class Native:
         """Try it again, whatever was found before."""
         self._verdicts = _Verdicts()  # others, so that a trial which runs now does not count
 
+    def forget(self) -> None:
+        """Have nothing packed."""
+        self.decoder = self._packed = None
+
     def follow(self, epoch: tuple[Any, ...] | None, make: Callable[[], FusedDecoder]) -> None:
         """Have the weights of ``epoch`` packed. None means that nobody can tell whether weights change: then nothing
         packed is used. The first part of an epoch is about weights, the rest about everything else (see
         WeightsWatch.namespace). What goes wrong in ``make()`` is logged, and the model then runs module by module."""
         if epoch == self._packed:
             return
-        # first without: the old copies go before the new ones come, and an interrupt leaves nothing half made
-        self.decoder = self._packed = None
+        self.forget()  # the old copies go before the new ones come, and an interrupt leaves nothing half made
         verdicts, start = self._verdicts, time.perf_counter()
         if epoch is None or epoch == verdicts.failed or verdicts.trials.get(epoch[1:], 0) >= _TRIALS:
             return
@@ -231,14 +234,17 @@ class FusedDecoder:
             reason = self._layer_difference(i, seen, halves, metadata, rotary)
             if reason is not None:
                 return f"layer {i} {reason}"
-        x = self._embedded(ids)
-        if not torch.equal(x, torch.as_tensor(shown[0].hidden)):
+        fed, gave = shown[0].hidden, shown[-1].output
+        assert fed is not None
+        assert gave is not None
+        if not torch.equal(self._embedded(ids), fed):
             return "its embeddings are changed on their way to the first layer"
         # from what the model's own last layer gave: at odd positions rounding grows from layer to layer
-        got = self._logits(torch.as_tensor(shown[-1].output)[-len(want) :])
+        got = self._logits(gave[-len(want) :])
         if got.shape != want.shape:
             return f"its logits are of shape {list(want.shape)} where its head gives {list(got.shape)}"
-        off = self._off(got, want, want - want.mean(-1, keepdim=True), want.abs())
+        # no token has others to choose from here
+        off = float(self._shares(got, want, want - want.mean(-1, keepdim=True), want.abs()).max()) / self._allowed[0]
         return None if off <= 1 else f"its logits are something else ({off:.2g} times what is rounding)"
 
     def _layer_difference(

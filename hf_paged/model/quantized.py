@@ -16,21 +16,58 @@ from hf_paged.errors import ConfigError, UnsupportedError
 from hf_paged.kernels.cpu.decoder import MAX_DEPTH_OF_BYTES, Weights
 from hf_paged.kernels.cpu.memory import HugePages, return_free_memory
 from hf_paged.model.view import view_of
+from hf_paged.model.weights import unwrapped
 
 #: EngineConfig.quantization, and what torchao calls it
 _CONFIGS = {"int8_weight_only": "Int8WeightOnlyConfig", "int8_dynamic": "Int8DynamicActivationInt8WeightConfig"}
-#: what has fewer outputs, or reads less, is worth no error: the gates of experts
+#: what has fewer outputs, or reads less, is worth no error
 _LEAST = 16
+_AS_FOUND = "as found"
 #: numbers of a weight that are quantized at once
 _NUMBERS_AT_ONCE = 1 << 20
 _HOW_TO_GET = "pip install 'hf-paged[quantization]'"
+
+
+class Quantization:
+    """A view of a model with its weights as they are, ``source``, and one to run with, ``view``: in 8 bits, if a
+    ``kind`` is given. Where nobody can tell whether weights change (their epoch is None) they are quantized each time.
+
+    ``pending`` says that they are to be quantized before anything may run: making them failed, or was put off.
+    Not thread-safe. A copy keeps the views that there are.
+    """
+
+    def __init__(self, source: Any, kind: str | None) -> None:
+        self.source, self.kind = source, kind
+        #: of weights that are quantized; "as found" of those that were when nobody had looked at them yet
+        self.epoch: int | str | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Have nothing quantized."""
+        self.view, self.nbytes, self.pending = self.source, 0, self.kind is not None
+
+    def outdated(self, epoch: int | None) -> bool:
+        """Whether weights of ``epoch`` are to be quantized yet."""
+        if self.kind is None or (self.epoch == _AS_FOUND and not self.pending):
+            return False
+        return self.pending or epoch is None or epoch != self.epoch
+
+    def make(self) -> None:
+        """Quantize the weights as they are. Raises as :func:`quantized`, and MemoryError; then it is pending."""
+        self.forget()
+        if self.kind is not None:
+            view = quantized(self.source, self.kind)
+            own = {id(p) for p in self.source.parameters()}
+            inner, _ = unwrapped(p for p in view.parameters() if id(p) not in own)
+            self.view, self.nbytes, self.pending = view, sum(t.nbytes for t in inner), False
+        self.epoch = _AS_FOUND
 
 
 def quantized(view: Any, kind: str) -> Any:
     """A view of ``view`` with the weights of its projections in 8 bits, each output with a scale of its own.
 
     The head stays as it is, as transformers leaves it (a third of the error would be its), and so do embeddings, what
-    is small (the gates of experts), adapters, experts that are kept in one tensor, and weights that are not in memory.
+    chooses among experts, experts that are kept in one tensor, adapters, and weights that are not in memory.
 
     Raises ConfigError without torchao, UnsupportedError where there is nothing to quantize.
     """
@@ -41,10 +78,21 @@ def quantized(view: Any, kind: str) -> Any:
             f"quantization={kind!r} needs torchao, which cannot be imported ({error}): {_HOW_TO_GET}"
         ) from error
     found = view_of(view)
+    if any(map(is_int8, found.parameters())):
+        raise UnsupportedError(f"quantization={kind!r}: the model is quantized already, and runs so without the option")
     head = found.get_output_embeddings()
-    chosen = [m for n, m in found.named_modules() if m is not head and _is_quantizable(m) and not _is_of_adapter(n)]
+    kept = set() if head is None else set(head.modules())
+    experts = _numbers_of_experts(found.config)
+    chosen = [
+        module for name, module in found.named_modules()
+        if module not in kept and _is_quantizable(module) and not _is_of_adapter(name)
+        and module.out_features not in experts
+    ]  # fmt: skip
     if not chosen:
-        raise UnsupportedError(f"quantization={kind!r}: {type(view).__name__} has no projections that can be quantized")
+        raise UnsupportedError(
+            f"quantization={kind!r}: {type(view).__name__} has no nn.Linear besides its head that torchao could "
+            "quantize; leave the option out"
+        )
     config = getattr(quantization, _CONFIGS[kind])(set_inductor_config=False)
     memory = HugePages(sum(module.weight.numel() for module in chosen))
     for module in chosen:
@@ -95,7 +143,15 @@ def _is_quantizable(module: nn.Module) -> bool:
 
 
 def _is_of_adapter(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))
+    """Whether a module is PEFT's: a part of LoRA, or a module trained in place of the model's own."""
+    parts = name.split(".")
+    return any(part.startswith("lora_") or part in ("modules_to_save", "original_module") for part in parts)
+
+
+def _numbers_of_experts(config: Any) -> set[int]:
+    text = config.get_text_config(decoder=True)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return {getattr(text, name) for name in names if isinstance(getattr(text, name, None), int)}
 
 
 def is_int8(weight: Any) -> bool:
@@ -106,7 +162,17 @@ def is_int8(weight: Any) -> bool:
 
 def quantizes_rows(weight: Any) -> bool:
     """Whether products with a weight of torchao's are of rows that are rounded to few bits first."""
-    return type(weight).__module__.split(".")[0] == "torchao" and getattr(weight, "act_quant_kwargs", None) is not None
+    if type(weight).__module__.split(".")[0] != "torchao":
+        return False
+    return any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "activation_quantization"))
+
+
+def shares_row_scale(weight: Any) -> bool:
+    """Whether such a weight has rows rounded with a scale that depends on all of them."""
+    if not quantizes_rows(weight) or getattr(weight, "act_quant_scale", None) is not None:
+        return False
+    kwargs = getattr(weight, "act_quant_kwargs", None)
+    return type(getattr(kwargs, "granularity", None)).__name__ == "PerTensor"
 
 
 def int8_weights(weight: Any) -> Weights:

@@ -33,10 +33,9 @@ from hf_paged.model.engine_cache import EngineCache, Step
 from hf_paged.model.fused import SCORED_ROWS, FusedDecoder, Native
 from hf_paged.model.packing import Probe, Work, flat_ids, pack, tables_of
 from hf_paged.model.parts import Parts, UnusualBuildError
-from hf_paged.model.quantized import quantized, quantizes_rows
+from hf_paged.model.quantized import Quantization, quantizes_rows, shares_row_scale
 from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, static_rope_length, view_of
-from hf_paged.model.weights import unwrapped
 
 logger = logging.getLogger("hf_paged")
 
@@ -48,8 +47,6 @@ _PROBE_LENGTHS = (9, 5)
 _PIECES = (14, 17, 33)
 #: tokens in a block, at most, where the native decoder is tried out
 _TRIAL_BLOCK = 16
-#: an epoch of weights that nobody has looked at yet
-_AS_FOUND: tuple[Any, ...] = ("as found",)
 #: share of what a lost state costs that going on from one may differ by
 _ROUNDING = 0.25
 
@@ -103,15 +100,16 @@ class ModelRunner:
         join: Callable[[int, LayerSpec], tuple[LayerKV, Any] | None] | None = None,
     ) -> None:
         interface.install()
+        if any(map(shares_row_scale, model.parameters())):
+            raise UnsupportedError(
+                "the weights are quantized in a way that gives all rows of a forward one scale, so that requests would "
+                "change each other: quantize with a granularity of PerRow, or use "
+                "model.generate(cache_implementation='paged')"
+            )
         self._lock = threading.Lock()
         #: weakly, so that whoever keeps a runner for a model does not keep the model
         self._model: weakref.ref[Any] = weakref.ref(model)
-        self._quantization, self._quantized_bytes = quantization, 0
-        #: a view of the weights as they are, and one of those that steps run with
-        self.source: Any = view_of(model)
-        self.view: Any = self.source
-        #: whose weights are quantized in the latter; those it was made with, at first
-        self._quantized_of: tuple[Any, ...] | None = _AS_FOUND
+        self._weights = Quantization(view_of(model), quantization)
         self.config: Any = self.view.config
         if getattr(self.config, "is_encoder_decoder", False):
             raise UnsupportedError(
@@ -142,7 +140,7 @@ class ModelRunner:
             self._takes_positions = False
             self.packed, specs = self._try_out(attention_backend)
         self._states.clear()
-        self.view = self._to_run()  # only now: what rounding does to rows in 8 bits would hide what company does
+        self._weights.make()  # only now: what rounding does to rows in 8 bits would hide what company does
         if pool is None:
             pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
         pool.set_aside = self._will_pack()  # counts until the first layer joins
@@ -151,6 +149,16 @@ class ModelRunner:
         self.host: HostTier | None = None
         self.cache = EngineCache(self.config, self._storage, self.packed)
         self.cache.join(specs)
+
+    @property
+    def source(self) -> Any:
+        """A view of the model with its weights as they are."""
+        return self._weights.source
+
+    @property
+    def view(self) -> Any:
+        """The one that steps run with; its weights may be quantized."""
+        return self._weights.view
 
     @property
     def device(self) -> torch.device:
@@ -176,17 +184,8 @@ class ModelRunner:
         model = self._model()
         with self._lock:  # while the model is tried out, its view differs
             if model is not None and not same_structure(model, self.source):
-                self.source = view_of(model)
-                self.view, self._native, self._quantized_of = self._to_run(), Native(), _AS_FOUND
-
-    def _to_run(self) -> Any:
-        if self._quantization is None:
-            return self.source
-        view = quantized(self.source, self._quantization)
-        own = {id(p) for p in self.source.parameters()}
-        inner, _ = unwrapped(p for p in view.parameters() if id(p) not in own)
-        self._quantized_bytes = sum(t.nbytes for t in inner)
-        return view
+                self._native, self._weights = Native(), Quantization(view_of(model), self._weights.kind)
+                self._weights.make()
 
     def _will_pack(self) -> int:
         """Bytes of weights that will be packed, as far as can be told without trying."""
@@ -200,18 +199,24 @@ class ModelRunner:
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed and quantized copies of weights."""
-        return self._quantized_bytes + (0 if self._native.decoder is None else self._native.decoder.nbytes)
+        return self._weights.nbytes + (0 if self._native.decoder is None else self._native.decoder.nbytes)
 
-    def follow_weights(self, epoch: tuple[Any, ...] | None) -> None:
-        """Quantize and pack the weights of ``epoch`` if that was not done yet: see Native.follow. Where nobody can tell
-        whether weights change they are quantized each time."""
+    def follow_weights(self, epoch: tuple[Any, ...] | None, weights: int | None = None) -> None:
+        """Pack the weights of ``epoch``, which is of everything that decides what a model computes, and quantize those
+        of the epoch ``weights`` before, if that was not done yet: see Native.follow and Quantization."""
         with self._lock:
-            if self._quantization is not None and (epoch is None or epoch != self._quantized_of):
-                if self._quantized_of is not _AS_FOUND:
-                    self.view = self._to_run()
-                self._quantized_of = epoch
+            if self._weights.outdated(weights):
+                self._native.forget()  # first: it holds the old ones
+                self._weights.make()
+            self._weights.epoch = weights
             if self._optimize and self.packed:
                 self._native.follow(epoch, self._made_fused)
+
+    def forget_weights(self) -> None:
+        """Use nothing that was packed or quantized any more."""
+        with self._lock:
+            self._native.forget()
+            self._weights.forget()
 
     def reconsider(self) -> None:
         """Try the native decoder out again, whatever was found before."""
@@ -224,6 +229,7 @@ class ModelRunner:
             if optimize and self.packed:
                 self._native.follow(epoch, self._made_fused)
             twin = copy.copy(self)
+            twin._weights = copy.copy(self._weights)
             twin._native = copy.copy(self._native) if optimize else Native()
         twin._states = {}
         return twin
@@ -248,7 +254,7 @@ class ModelRunner:
         return_free_memory()  # of forwards of the model's own: packed weights had better not come on top of it
         fused = FusedDecoder(parts, params, storage[0].spec)
         fused.bind(storage)
-        fused.check(step.metadata, positions, torch.tensor(ids), want)
+        fused.check(step.metadata, positions, torch.tensor(ids, device="cpu"), want)
         fused.bind([self.pool.layers[i] for i in range(len(fused.layers))])
         return_free_memory()
         return fused
@@ -277,6 +283,8 @@ class ModelRunner:
         """Execute the transfers, then compute every part; returns float32 logits ``[n, vocab]``, the rows wanted of
         each part in order. Threads wait for each other."""
         with self._lock:
+            if self._weights.pending:  # failed when it was due; now that is the requests' failure
+                self._weights.make()
             self.transfer(prepared.transfers)
             return self._run(prepared)
 
@@ -301,7 +309,7 @@ class ModelRunner:
             for key in [key for key in self._states if key not in prepared.keep]:
                 del self._states[key]
         if not prepared.work:
-            return torch.empty(0, self.vocab_size)
+            return torch.empty(0, self.vocab_size, device="cpu")
         if prepared.packed is None:
             return self._forward(self.cache, prepared.work)
         return self._packed(self.cache, prepared.work, *prepared.packed)
@@ -352,7 +360,7 @@ class ModelRunner:
         slots = tables[rows, positions // size].astype(np.int64) * size + positions % size
         cache.step = Step(
             AttentionMetadata(
-                cu_seqlens_q=torch.arange(0, len(work) * width + 1, width, dtype=torch.int32),
+                cu_seqlens_q=torch.arange(0, len(work) * width + 1, width, dtype=torch.int32, device="cpu"),
                 seq_lens=torch.from_numpy((starts[:, 0] + width).astype(np.int32)),
                 block_tables=torch.from_numpy(tables),
                 slot_mapping=torch.from_numpy(slots.reshape(-1)),
@@ -426,6 +434,8 @@ class ModelRunner:
         if not hasattr(outputs[0], "logits") or outputs[0].logits.ndim != 3:
             raise UnsupportedError(f"{type(self.view).__name__} gives no logits for every token: a causal LM is wanted")
         want = [output.logits[0, -1].float() for output in outputs]
+        if any(bool(logits.isnan().any()) for logits in want):
+            raise UnsupportedError(f"{type(self.view).__name__} gives logits that are NaN: its weights may be damaged")
         reasons = []
         for packed in (True, False):
             if packed and (attention_backend == registry.GATHER or not self._takes_positions):
@@ -495,7 +505,7 @@ class ModelRunner:
         """Logits behind a prompt that is computed in pieces, each going on from the state of the one before, or, as a
         control, from none."""
         blocks = list(range(1, 1 + -(-len(ids) // self.block_size)))
-        got, start = torch.empty(0), 0
+        got, start = torch.empty(0, device="cpu"), 0
         for end in _PIECES:
             if forget and start:
                 self._states["a"] = cloned(cache.recurrent)

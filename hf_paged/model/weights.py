@@ -65,8 +65,7 @@ class WeightsWatch:
     def namespace(self, model: torch.nn.Module, runtime: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
         """What keys and values computed now belong to: the weights epoch and ``runtime`` (see runtime_signature); None
         when nobody can tell."""
-        epoch = None if runtime is None else self.observe(model)
-        return None if runtime is None or epoch is None else (("weights", epoch), *runtime)
+        return namespace_of(None if runtime is None else self.observe(model), runtime)
 
     def unchanged_since_observed(self, model: torch.nn.Module) -> bool:
         """Cheap second look: versions, addresses and optimizer steps, without reading the weights again."""
@@ -75,6 +74,11 @@ class WeightsWatch:
             return False
         inner, how = unwrapped([*model.parameters(), *model.buffers()])
         return bool(quick_signature(inner) == seen[0]) and how == seen[2]
+
+
+def namespace_of(epoch: int | None, runtime: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """See WeightsWatch.namespace."""
+    return None if runtime is None or epoch is None else (("weights", epoch), *runtime)
 
 
 def unwrapped(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], str]:

@@ -74,18 +74,18 @@ class BeamSearch:
         self._max_length, self._criteria = max_length, criteria
         self._start = self._length = len(prompt)
         self._keep = max(2, 1 + len(stop_token_ids)) * num_beams
-        self._top = torch.arange(self._keep) < num_beams
+        self._top = torch.arange(self._keep, device="cpu") < num_beams
         fill = stop_token_ids[0] if stop_token_ids else -1
-        self._running = torch.full((1, num_beams, max_length), fill, dtype=torch.int64)
-        self._running[:, :, : self._length] = torch.tensor(list(prompt))
+        self._running = torch.full((1, num_beams, max_length), fill, dtype=torch.int64, device="cpu")
+        self._running[:, :, : self._length] = torch.tensor(list(prompt), device="cpu")
         self._ended = self._running.clone()
         # all beams begin alike, so only the first may go on
-        self._running_scores = torch.full((1, num_beams), -1e9)
+        self._running_scores = torch.full((1, num_beams), -1e9, device="cpu")
         self._running_scores[:, 0] = 0
-        self._scores = torch.full((1, num_beams), -1e9)
-        self._is_ended = torch.zeros((1, num_beams), dtype=torch.bool)
-        self._may_improve = torch.ones((1, 1), dtype=torch.bool)
-        self._parents = torch.full((1, num_beams, max_length - self._length), -1, dtype=torch.int32)
+        self._scores = torch.full((1, num_beams), -1e9, device="cpu")
+        self._is_ended = torch.zeros((1, num_beams), dtype=torch.bool, device="cpu")
+        self._may_improve = torch.ones((1, 1), dtype=torch.bool, device="cpu")
+        self._parents = torch.full((1, num_beams, max_length - self._length), -1, dtype=torch.int32, device="cpu")
         self._ended_parents = self._parents.clone()
 
     def advance(self, log_probs: torch.Tensor) -> list[tuple[int, int]] | None:

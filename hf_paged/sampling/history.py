@@ -25,7 +25,7 @@ class History:
     """Forms of a sequence's tokens. Every method takes the whole sequence, prompt and output."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.long)
+        self._buffer = torch.empty(0, dtype=torch.long, device="cpu")
         self._length = 0
         self._last = -1
         self._counts: dict[int, _Counts] = {}

@@ -15,7 +15,9 @@ import transformers
 
 from hf_paged import LLM, ConfigError, SamplingParams, UnsupportedError, cache_stats
 from hf_paged.kernels import cpu
+from hf_paged.model import quantized
 from tests import zoo
+from tests.engine.fake import AdmitAll
 from tests.engine.test_fused import generate, is_fused, make
 from tests.engine.test_llm_parity import alone, check_clean, prompts
 from tests.regressions.helpers import ids, paged, registered, stock
@@ -120,7 +122,7 @@ def test_generate_goes_to_the_engine_where_the_result_is_certain(kind: str, capl
     model = by_torchao(zoo.build("llama"), kind)
     with registered(), caplog.at_level(logging.INFO, logger="hf_paged"):
         paged(model, ids(1, 14))
-        assert any("rounded to 8 bits" in r.message for r in caplog.records) is (kind == "int8_dynamic")
+        assert any("rounded to few bits" in r.message for r in caplog.records) is (kind == "int8_dynamic")
         caplog.clear()
         paged(model, ids(1, 14), cache_config={"engine": True})
         assert any("rows ran on the engine" in r.message for r in caplog.records)
@@ -176,7 +178,6 @@ def test_changes_inside_quantized_weights_are_seen(kind: str) -> None:
     ("options", "why"),
     [
         ({"act_mapping_type": quantization.MappingType.ASYMMETRIC}, "rows are quantized by"),
-        ({"granularity": quantization.PerTensor()}, "rows are quantized by"),
         ({"reduce_range": True}, "rows are quantized by"),
     ],
 )
@@ -190,6 +191,14 @@ def test_other_ways_of_quantizing_run_module_by_module(
     if cpu.unavailable() is None:
         assert any("module by module" in r.message and why in r.message for r in caplog.records)
     assert generate(llm, prompts()[:1]) == [alone(model, prompts()[0])]
+
+
+def test_a_scale_for_all_rows_of_a_forward_is_refused() -> None:
+    model = by_torchao(zoo.build("llama"), "int8_dynamic", granularity=quantization.PerTensor())
+    with pytest.raises(UnsupportedError, match="requests would change each other: quantize with a gran"):
+        make(model)
+    with registered():
+        assert torch.equal(paged(model, ids(1, 14)), stock(model, ids(1, 14)))
 
 
 @needs_kernels
@@ -214,12 +223,57 @@ def test_some_projections_quantized_and_some_not() -> None:
     assert not is_fused(llm) and generate(llm, prompts()) == [alone(model, p) for p in prompts()]
 
 
-def test_preemption_and_company_change_nothing() -> None:
-    model = zoo.build("llama")
-    alone_ = [generate(make(model, quantization="int8_dynamic"), [p])[0] for p in prompts()]
-    llm = make(model, quantization="int8_dynamic", num_blocks=8, max_num_batched_tokens=24, preemption="recompute")
+@pytest.mark.parametrize("kind", KINDS)
+def test_preemption_and_company_change_nothing(kind: str) -> None:
+    model, options = zoo.build("llama"), {"quantization": kind, "block_size": 4, "prefix_caching": False}
+    alone_ = [generate(make(model, **options), [p])[0] for p in prompts()]
+    llm = make(model, **options, preemption="recompute", num_blocks=16)
+    llm.core.scheduler.ratio = AdmitAll()
     assert generate(llm, prompts()) == alone_
+    assert llm.stats()["preemptions"] >= 1
     check_clean(llm)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_quantizing_that_fails_ends_requests_and_is_done_again(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are weights used that are no longer the model's, nor those that are not quantized."""
+    model = copy.deepcopy(zoo.build("llama"))
+    llm = make(model, quantization="int8_weight_only")
+    first, real, left = generate(llm, prompts()), quantized.quantized, [failing]
+
+    def without_memory(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise MemoryError("no memory left")
+        return real(*args)
+
+    monkeypatch.setattr(quantized, "quantized", without_memory)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    with pytest.raises(MemoryError, match="no memory left"):
+        llm.weights_changed()
+    if failing == 2:
+        with pytest.raises(MemoryError, match="no memory left"):
+            generate(llm, prompts())
+    want = generate(make(by_torchao(model, "int8_weight_only", head=False)), prompts())
+    assert generate(llm, prompts()) == want != first
+    check_clean(llm)
+
+
+def test_only_changed_weights_are_quantized_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    model.register_forward_hook(lambda module, args, output: None)  # nobody can tell what it does
+    llm, real, calls = make(model, quantization="int8_weight_only"), quantized.quantized, []
+    monkeypatch.setattr(quantized, "quantized", lambda *args: calls.append(args) or real(*args))
+    first = generate(llm, prompts()[:2])
+    assert generate(llm, prompts()[:2]) == first
+    model.model.config.rms_norm_eps = 1e-5
+    generate(llm, prompts()[:2])
+    assert not calls
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    assert generate(llm, prompts()[:2]) != first
+    assert len(calls) == 1
 
 
 def test_what_is_asked_for_in_vain_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,24 +281,44 @@ def test_what_is_asked_for_in_vain_says_what_to_do(monkeypatch: pytest.MonkeyPat
         make(zoo.build("llama"), quantization="int4")
     sizes = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 15, "num_attention_heads": 2}
     small = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=1)
-    with pytest.raises(UnsupportedError, match="no projections that can be quantized"):
+    with pytest.raises(UnsupportedError, match=r"no nn\.Linear besides its head"):
         make(transformers.LlamaForCausalLM(small).eval(), quantization="int8_dynamic")
+    with pytest.raises(UnsupportedError, match="quantized already, and runs so without the option"):
+        make(by_torchao(zoo.build("llama"), "int8_dynamic"), quantization="int8_dynamic")
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ConfigError, match="needs torchao, which cannot be imported"):
         make(zoo.build("llama"), quantization="int8_dynamic")
 
 
-def test_adapters_and_gates_of_experts_stay_as_they_are() -> None:
+def kinds_of(llm: LLM) -> dict[str, str]:
+    return {name: type(p).__name__ for name, p in llm.core.runner.view.named_parameters()}
+
+
+def test_adapters_stay_as_they_are() -> None:
     peft = pytest.importorskip("peft", reason="needs the `clients` extra")
     base = copy.deepcopy(zoo.build("llama"))
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=16, target_modules=["q_proj", "v_proj", "lm_head"], modules_to_save=["up_proj"], init_lora_weights=False
+    )
     model = peft.get_peft_model(base, config).eval()
     llm = make(model, quantization="int8_weight_only")
-    kinds = {name: type(p).__name__ for name, p in llm.core.runner.view.named_parameters()}
-    assert {kind for name, kind in kinds.items() if "lora_" in name} == {"Parameter"}
-    assert {kind for name, kind in kinds.items() if "base_layer.weight" in name} == {"Int8Tensor"}
+    kinds = kinds_of(llm)
+    for part, kind in (("lora_", "Parameter"), ("up_proj", "Parameter"), ("lm_head", "Parameter")):
+        assert {k for name, k in kinds.items() if part in name} == {kind}, part
+    for part in ("q_proj.base_layer.weight", "down_proj.weight"):
+        assert {k for name, k in kinds.items() if part in name} == {"Int8Tensor"}, part
     with_adapter = generate(llm, prompts())
     with model.disable_adapter():
         assert generate(llm, prompts()) != with_adapter
     assert generate(llm, prompts()) == with_adapter
+
+
+def test_what_chooses_among_experts_stays_as_it_is() -> None:
+    model = zoo.fresh("llama")
+    model.config.num_experts = 24
+    model.model.layers[1].mlp.router = torch.nn.Linear(32, 24)
+    model.model.layers[1].mlp.other = torch.nn.Linear(32, 25)
+    kinds = kinds_of(make(model, quantization="int8_weight_only"))
+    assert kinds["model.layers.1.mlp.router.weight"] == "Parameter"
+    assert kinds["model.layers.1.mlp.other.weight"] == "Int8Tensor"

@@ -288,3 +288,13 @@ def test_the_pool_is_as_large_as_it_was_asked_to_be() -> None:
         assert llm.stats()["num_blocks"] - 1 == memory // pool.bytes_per_block
     with pytest.raises(hf_paged.OutOfBlocksError, match="does not hold one block"):
         LLM(model, memory=100)
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+def test_a_default_device_that_holds_nothing_changes_nothing(optimize: bool) -> None:
+    model, prompt = zoo.build("llama"), ids(1, 9)[0].tolist()
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with torch.device("meta"):
+        llm = LLM(model, num_blocks=16, optimize=optimize)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == alone(model, prompt, max_new_tokens=4)

@@ -99,7 +99,7 @@ class _Batch:
             table_width=tables.shape[1],
         )
         self.address = ctypes.addressof(self.struct)
-        groups = torch.empty(2 * lens.shape[0] + 1, dtype=torch.int32)
+        groups = torch.empty(2 * lens.shape[0] + 1, dtype=torch.int32, device="cpu")
         #: where there are converted copies, those, and the groups
         self.keep = (starts, lens, tables, groups)
         if GROUP_SEQUENCES and lens.shape[0] > 1:
@@ -133,8 +133,8 @@ def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """``torch.empty`` that starts on a huge page where it is large enough to be made of some."""
     elements = math.prod(shape)
     if elements * dtype.itemsize < 2 * native.HUGE_PAGE:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.empty(elements + native.HUGE_PAGE // dtype.itemsize, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flat = torch.empty(elements + native.HUGE_PAGE // dtype.itemsize, dtype=dtype, device="cpu")
     skipped = -flat.data_ptr() % native.HUGE_PAGE // dtype.itemsize
     return flat[skipped : skipped + elements].view(shape)
 
@@ -203,8 +203,8 @@ class CpuNativeBackend(AttentionBackend):
 
     def gather(self, kv: LayerKV, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots = slots.to(torch.int64).contiguous()
-        k = torch.empty((slots.shape[0], kv.spec.num_kv_heads, kv.spec.head_dim), dtype=kv.spec.dtype)
-        v = torch.empty((slots.shape[0], kv.spec.num_kv_heads, kv.spec.v_head_dim), dtype=kv.spec.dtype)
+        k = torch.empty((slots.shape[0], kv.spec.num_kv_heads, kv.spec.head_dim), dtype=kv.spec.dtype, device="cpu")
+        v = torch.empty((slots.shape[0], kv.spec.num_kv_heads, kv.spec.v_head_dim), dtype=kv.spec.dtype, device="cpu")
         native.check(
             native.library().gather(
                 _layer(kv).address,

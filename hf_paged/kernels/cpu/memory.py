@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
+import os
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -80,9 +83,14 @@ class LentPages:
 def return_free_memory() -> None:
     """Give back to the system what malloc keeps for later, where it can be asked to (glibc): hundreds of megabytes
     after many steps in tensors of many sizes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = _malloc_trim()
     if trim is not None:
         trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
 
 def _mapped(size: int) -> torch.Tensor:
