@@ -86,7 +86,7 @@ def quantized(view: Any, kind: str) -> Any:
     chosen = [
         module for name, module in found.named_modules()
         if module not in kept and _is_quantizable(module) and not _is_of_adapter(name)
-        and module.out_features not in experts
+        and (module.out_features not in experts or name.endswith("_proj"))  # keys may be as wide as experts are many
     ]  # fmt: skip
     if not chosen:
         raise UnsupportedError(

@@ -319,6 +319,8 @@ def test_what_chooses_among_experts_stays_as_it_is() -> None:
     model.config.num_experts = 24
     model.model.layers[1].mlp.router = torch.nn.Linear(32, 24)
     model.model.layers[1].mlp.other = torch.nn.Linear(32, 25)
+    model.model.layers[1].mlp.other_proj = torch.nn.Linear(32, 24)
     kinds = kinds_of(make(model, quantization="int8_weight_only"))
     assert kinds["model.layers.1.mlp.router.weight"] == "Parameter"
     assert kinds["model.layers.1.mlp.other.weight"] == "Int8Tensor"
+    assert kinds["model.layers.1.mlp.other_proj.weight"] == "Int8Tensor"
