@@ -357,7 +357,8 @@ class EngineCore:
     def _look(self) -> Namespace:
         self.runner.refresh()
         source = self.runner.source
-        weights, runtime = self._watch.observe(source), runtime_signature(source)
+        runtime = runtime_signature(source)
+        weights = self._watch.observe(source) if runtime is not None or self.config.quantization is not None else None
         found = namespace_of(weights, runtime)
         self.runner.follow_weights(found, weights)
         if found is None:

@@ -71,11 +71,6 @@ class _EngineLayer(compat.DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         _, heads, _, dim = key_states.shape
-        if key_states.device.type == "meta":
-            raise UnsupportedError(
-                "the model's keys are on the device 'meta', which holds nothing: make and use the engine where that is "
-                "not torch's default device"
-            )
         spec = LayerSpec(heads, dim, value_states.shape[-1], key_states.dtype, key_states.device)
         self.kv, self.backend = self.cache.storage(self.layer_idx, spec)
         self.is_initialized = True

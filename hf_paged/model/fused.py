@@ -144,6 +144,7 @@ class FusedDecoder:
             for layer, params in zip(self.parts.layers, self._params, strict=True)
         ]
         self._heads = self.layers[0].o.k // spec.head_dim
+        self._run_ends = self._ends_of_runs()
         self._norm = norm_of(parts.norm, self.hidden)
         self._head = parts.packed_head(memory)
         self._check_sizes()
@@ -179,6 +180,15 @@ class FusedDecoder:
         dtypes = {p.dtype for p in self._linears()}
         if dtypes != {self.dtype}:
             raise UnusualBuildError(f"its weights are {', '.join(sorted(map(str, dtypes)))}")
+
+    def _ends_of_runs(self) -> list[int]:
+        """For each layer, the end of those that one call runs with it: one whose MLP is the model's own is the last, and
+        so is one before another kind of rotations."""
+        ends = [len(self.layers)] * len(self.layers)
+        for i in range(len(self.layers) - 2, -1, -1):
+            alone = self.layers[i].gate_up is None or self._kinds[i + 1] != self._kinds[i]
+            ends[i] = i + 1 if alone else ends[i + 1]
+        return ends
 
     def _linears(self) -> list[PackedLinear]:
         return [p for x in self.layers for p in (x.qkv, x.o, x.gate_up, x.down) if p is not None] + [self._head]
@@ -334,7 +344,7 @@ class FusedDecoder:
         assert decoder is not None
         batch, slots = cpu_native.batch_address(metadata), metadata.slot_mapping
         while first < last:
-            end = self._end_of_run(first, last)
+            end = min(self._run_ends[first], last)
             cos, sin = rotary[self._kinds[first]]
             decoder.decode(x, cos, sin, batch, slots, first, end)
             layer = self.layers[end - 1]
@@ -342,13 +352,6 @@ class FusedDecoder:
                 normed = decoder.project(layer.before_mlp, None, x)
                 x += self._after_mlp(end - 1, self._own_mlp(end - 1, normed))
             first = end
-
-    def _end_of_run(self, first: int, last: int) -> int:
-        """How far layers run in one call: to one whose MLP is the model's own, or before one with other rotations."""
-        for i in range(first, last):
-            if self.layers[i].gate_up is None or (i + 1 < last and self._kinds[i + 1] != self._kinds[first]):
-                return i + 1
-        return last
 
     def _own_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         mlp: Any = self.parts.layers[index].mlp

@@ -136,7 +136,10 @@ def _caps_logits(model: Any) -> bool:
     forward = type(model).forward
     if not forward.__module__.startswith("transformers.models."):
         return False
-    return _SOFTCAP in inspect.getsource(inspect.unwrap(forward))
+    try:
+        return _SOFTCAP in inspect.getsource(inspect.unwrap(forward))
+    except OSError:  # installed without sources, so nobody can tell
+        return False
 
 
 def _noting(layer: nn.Module, seen: Seen) -> Callable[..., Any]:

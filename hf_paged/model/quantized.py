@@ -22,7 +22,8 @@ from hf_paged.model.weights import unwrapped
 _CONFIGS = {"int8_weight_only": "Int8WeightOnlyConfig", "int8_dynamic": "Int8DynamicActivationInt8WeightConfig"}
 #: what has fewer outputs, or reads less, is worth no error
 _LEAST = 16
-_AS_FOUND = "as found"
+#: see Quantization.epoch
+AS_FOUND = "as found"
 #: numbers of a weight that are quantized at once
 _NUMBERS_AT_ONCE = 1 << 20
 _HOW_TO_GET = "pip install 'hf-paged[quantization]'"
@@ -38,7 +39,7 @@ class Quantization:
 
     def __init__(self, source: Any, kind: str | None) -> None:
         self.source, self.kind = source, kind
-        #: of weights that are quantized; "as found" of those that were when nobody had looked at them yet
+        #: of weights that are quantized; AS_FOUND of those that are looked at next, before anything runs
         self.epoch: int | str | None = None
         self.forget()
 
@@ -48,19 +49,22 @@ class Quantization:
 
     def outdated(self, epoch: int | None) -> bool:
         """Whether weights of ``epoch`` are to be quantized yet."""
-        if self.kind is None or (self.epoch == _AS_FOUND and not self.pending):
+        if self.kind is None or (self.epoch == AS_FOUND and not self.pending):
             return False
         return self.pending or epoch is None or epoch != self.epoch
 
-    def make(self) -> None:
-        """Quantize the weights as they are. Raises as :func:`quantized`, and MemoryError; then it is pending."""
+    def make(self, epoch: int | str | None) -> None:
+        """Quantize the weights as they are, which are those of ``epoch``.
+
+        Raises as :func:`quantized`, and MemoryError; then it is pending.
+        """
         self.forget()
         if self.kind is not None:
             view = quantized(self.source, self.kind)
             own = {id(p) for p in self.source.parameters()}
             inner, _ = unwrapped(p for p in view.parameters() if id(p) not in own)
             self.view, self.nbytes, self.pending = view, sum(t.nbytes for t in inner), False
-        self.epoch = _AS_FOUND
+        self.epoch = epoch
 
 
 def quantized(view: Any, kind: str) -> Any:

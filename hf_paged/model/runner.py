@@ -28,12 +28,11 @@ from hf_paged.cache.checkpoints import Checkpoint
 from hf_paged.cache.offload import HostTier
 from hf_paged.cache.pool import KVPool
 from hf_paged.errors import HfPagedError, InternalError, UnsupportedError
-from hf_paged.kernels.cpu.memory import return_free_memory
 from hf_paged.model.engine_cache import EngineCache, Step
 from hf_paged.model.fused import SCORED_ROWS, FusedDecoder, Native
 from hf_paged.model.packing import Probe, Work, flat_ids, pack, tables_of
 from hf_paged.model.parts import Parts, UnusualBuildError
-from hf_paged.model.quantized import Quantization, quantizes_rows, shares_row_scale
+from hf_paged.model.quantized import AS_FOUND, Quantization, quantizes_rows, shares_row_scale
 from hf_paged.model.recurrent import State, cloned, num_bytes, rows_of, stacked
 from hf_paged.model.view import input_device, same_structure, static_rope_length, view_of
 
@@ -140,7 +139,7 @@ class ModelRunner:
             self._takes_positions = False
             self.packed, specs = self._try_out(attention_backend)
         self._states.clear()
-        self._weights.make()  # only now: what rounding does to rows in 8 bits would hide what company does
+        self._weights.make(AS_FOUND)  # only now: what rounding does to rows in 8 bits would hide what company does
         if pool is None:
             pool = KVPool(block_size, len(specs), self._choose, memory=memory, num_blocks=num_blocks)
         pool.set_aside = self._will_pack()  # counts until the first layer joins
@@ -185,7 +184,7 @@ class ModelRunner:
         with self._lock:  # while the model is tried out, its view differs
             if model is not None and not same_structure(model, self.source):
                 self._native, self._weights = Native(), Quantization(view_of(model), self._weights.kind)
-                self._weights.make()
+                self._weights.make(AS_FOUND)
 
     def _will_pack(self) -> int:
         """Bytes of weights that will be packed, as far as can be told without trying."""
@@ -207,7 +206,7 @@ class ModelRunner:
         with self._lock:
             if self._weights.outdated(weights):
                 self._native.forget()  # first: it holds the old ones
-                self._weights.make()
+                self._weights.make(weights)
             self._weights.epoch = weights
             if self._optimize and self.packed:
                 self._native.follow(epoch, self._made_fused)
@@ -251,12 +250,10 @@ class ModelRunner:
         if len(cache.layers) != len(parts.layers) or any(layer.params is None for layer in cache.layers):
             raise UnusualBuildError("its layers are not those of its cache")
         params, storage = [layer.params for layer in cache.layers], [layer.kv for layer in cache.layers]
-        return_free_memory()  # of forwards of the model's own: packed weights had better not come on top of it
         fused = FusedDecoder(parts, params, storage[0].spec)
         fused.bind(storage)
         fused.check(step.metadata, positions, torch.tensor(ids, device="cpu"), want)
         fused.bind([self.pool.layers[i] for i in range(len(fused.layers))])
-        return_free_memory()
         return fused
 
     def _longest(self) -> int:
@@ -284,7 +281,7 @@ class ModelRunner:
         each part in order. Threads wait for each other."""
         with self._lock:
             if self._weights.pending:  # failed when it was due; now that is the requests' failure
-                self._weights.make()
+                self._weights.make(None)  # nobody has looked at them, so the next to look does it once more
             self.transfer(prepared.transfers)
             return self._run(prepared)
 

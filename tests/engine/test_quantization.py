@@ -18,7 +18,7 @@ from hf_paged.kernels import cpu
 from hf_paged.model import quantized
 from tests import zoo
 from tests.engine.fake import AdmitAll
-from tests.engine.test_fused import generate, is_fused, make
+from tests.engine.test_fused import GREEDY, generate, is_fused, make
 from tests.engine.test_llm_parity import alone, check_clean, prompts
 from tests.regressions.helpers import ids, paged, registered, stock
 
@@ -257,6 +257,29 @@ def test_quantizing_that_fails_ends_requests_and_is_done_again(failing: int, mon
             generate(llm, prompts())
     want = generate(make(by_torchao(model, "int8_weight_only", head=False)), prompts())
     assert generate(llm, prompts()) == want != first
+    check_clean(llm)
+
+
+def test_weights_that_a_step_quantized_are_followed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    llm, real, left = make(model, quantization="int8_weight_only"), quantized.quantized, [1]
+    stream = llm.stream(prompts()[0], GREEDY)
+    next(stream)
+
+    def without_memory(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise MemoryError("no memory left")
+        return real(*args)
+
+    monkeypatch.setattr(quantized, "quantized", without_memory)
+    with pytest.raises(MemoryError, match="no memory left"):
+        llm.weights_changed()  # while a request runs
+    assert len(list(stream)[-1].outputs[0].token_ids) == 10
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    want = generate(make(by_torchao(model, "int8_weight_only", head=False)), prompts())
+    assert generate(llm, prompts()) == want
     check_clean(llm)
 
 
