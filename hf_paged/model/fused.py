@@ -182,8 +182,8 @@ class FusedDecoder:
             raise UnusualBuildError(f"its weights are {', '.join(sorted(map(str, dtypes)))}")
 
     def _ends_of_runs(self) -> list[int]:
-        """For each layer, the end of those that one call runs with it: one whose MLP is the model's own is the last, and
-        so is one before another kind of rotations."""
+        """For each layer, the end of those that one call runs with it: one whose MLP is the model's own is the last,
+        and so is one before another kind of rotations."""
         ends = [len(self.layers)] * len(self.layers)
         for i in range(len(self.layers) - 2, -1, -1):
             alone = self.layers[i].gate_up is None or self._kinds[i + 1] != self._kinds[i]
