@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_paged.kernels.cpu import native
-from hf_paged.kernels.cpu.decoder import PANEL, Decoder, Norm, pack, pack_gated
+from hf_paged.errors import InternalError
+from hf_paged.kernels.cpu.decoder import PANEL, Decoder, Norm, as_they_are, can_stay, pack, pack_gated
 from hf_paged.kernels.cpu.memory import HugePages, LentPages
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="the CPU kernels are not built")
@@ -102,6 +103,44 @@ def test_memory_that_ends_while_buffers_grow_leaves_the_old_ones(monkeypatch: py
                 made.project(None, linear, x)
     assert torch.equal(made.project(None, linear, x[:30].contiguous()), want)
     assert torch.equal(made.project(None, linear, x)[:30], want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("n", "k"), [(64, 96), (50, 32), (1, 64), (97, 160), (1600, 32)])
+def test_weights_as_they_are_are_multiplied_as_packed_ones_are(
+    isa: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_PAGED_CPU_ISA", isa)
+    torch.manual_seed(n)
+    # in the middle of others', which are not to be read: and not on a cache line
+    around = torch.full((n + 2, k), float("nan"), dtype=torch.bfloat16).view(-1)
+    weight, b = around[k + 1 : k + 1 + n * k].view(n, k).copy_(torch.randn(n, k)), torch.randn(n)
+    made, packed, stays = decoder(k, torch.bfloat16), pack(weight, b), as_they_are(weight, b)
+    assert can_stay(weight) and stays.packed.data_ptr() == weight.data_ptr() and stays.nbytes == b.nbytes
+    x = torch.randn(100, k)
+    want, everything = made.project(None, packed, x), made.project(None, stays, x)
+    assert torch.allclose(everything, want, rtol=0, atol=2e-6 * float(want.abs().max()))
+    assert isa != "amx" or torch.equal(everything, want)
+    for rows in (1, 2, 5, 12, 17, 33, 64):  # a row gets the same bits in any company
+        assert torch.equal(made.project(None, stays, x[:rows].contiguous()), everything[:rows])
+        assert torch.equal(made.project(None, stays, x[-rows:].contiguous()), everything[-rows:])
+    weight[n - 1] += 1
+    changed = made.project(None, stays, x)
+    assert torch.equal(changed[:, :-1], everything[:, :-1])
+    assert torch.allclose(changed, made.project(None, pack(weight, b), x), rtol=0, atol=4e-6 * float(changed.abs().max()))
+
+
+def test_weights_that_cannot_stay_or_that_go() -> None:
+    weight = torch.randn(40, 96).bfloat16()
+    assert not can_stay(weight.T) and not can_stay(weight[:, :64]) and not can_stay(weight[:, :48].contiguous())
+    assert not can_stay(weight.float()) and not can_stay(weight.half())
+    made, stays, x = decoder(96, torch.bfloat16), as_they_are(weight), torch.randn(3, 96)
+    want = made.project(None, stays, x)
+    weight.data = torch.zeros(1)  # somebody else's tensor: the memory stays with whoever reads it
+    assert torch.equal(made.project(None, stays, x), want)
+    stays.packed.untyped_storage().resize_(0)
+    with pytest.raises(InternalError, match=r"memory of weights \[40, 96\] in use is gone"):
+        made.project(None, stays, x)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -34,7 +34,7 @@ class NormStruct(ctypes.Structure):
 class LinearStruct(ctypes.Structure):
     """``hfp_linear``"""
 
-    _fields_ = [*[(name, _pointer) for name in ("w", "bias", "scale", "offsets")], ("n", _i32), ("k", _i32)]
+    _fields_ = [*[(name, _pointer) for name in ("w", "bias", "scale", "offsets")], *[(name, _i32) for name in ("n", "k", "as_they_are")]]
 
 
 class DecoderLayerStruct(ctypes.Structure):
@@ -140,8 +140,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """Weights of a product in panels. ``bias`` is float32, padded like the outputs where those are gated; ``scale`` and
-    ``offsets`` (int32, where rows are in 8 bits too) are padded to whole panels."""
+    """Weights of a product in panels, or, where ``as_they_are``, somebody's own, which are packed nowhere. ``bias`` is
+    float32, padded like the outputs where those are gated; ``scale`` and ``offsets`` (int32, where rows are in 8 bits
+    too) are padded to whole panels."""
 
     packed: torch.Tensor
     bias: torch.Tensor | None
@@ -150,10 +151,20 @@ class PackedLinear:
     dtype: torch.dtype
     scale: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    as_they_are: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.packed, self.bias, self.scale, self.offsets) if t is not None)
+        """Bytes of what was made."""
+        packed = None if self.as_they_are else self.packed
+        return sum(t.nbytes for t in (packed, self.bias, self.scale, self.offsets) if t is not None)
+
+    def address(self) -> int:
+        """Of the weights. Raises InternalError if whoever owns them has taken their memory away."""
+        storage = self.packed.untyped_storage()
+        if self.as_they_are and storage.nbytes() < (self.packed.storage_offset() + self.n * self.k) * self.packed.itemsize:
+            raise InternalError(f"the memory of weights [{self.n}, {self.k}] in use is gone")
+        return self.packed.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -216,6 +227,19 @@ def pack(
     )
 
 
+def can_stay(weight: torch.Tensor) -> bool:
+    """Whether weights ``[n, k]`` can be multiplied as they are: that takes no memory, and a tenth longer, mostly for
+    memory of small pages."""
+    return weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.shape[1] % 32 == 0
+
+
+def as_they_are(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """The product ``y = x W^T + b`` with weights ``[n, k]`` that :func:`can_stay`, and whose changes it sees."""
+    n, k = weight.shape
+    bias = None if bias is None else bias.detach().float().contiguous()
+    return PackedLinear(weight.detach(), bias, n, k, weight.dtype, as_they_are=True)
+
+
 def pack_gated(
     gate: Weights | torch.Tensor, up: Weights | torch.Tensor, gate_bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None, memory: HugePages | None = None,
@@ -252,7 +276,9 @@ def _panels(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
         return memory.zeros((panels, depth, PANEL), weight.dtype).copy_(
             weight.view(panels, PANEL, depth).transpose(1, 2)
         )
-    tiles = weight.contiguous().view(torch.int32).view(panels, 2, 16, -1, 16).permute(0, 3, 1, 4, 2)
+    weight = weight.contiguous()
+    weight = weight.clone() if weight.storage_offset() % together else weight
+    tiles = weight.view(torch.int32).view(panels, 2, 16, -1, 16).permute(0, 3, 1, 4, 2)
     return memory.zeros(tiles.shape, torch.int32).copy_(tiles)
 
 
@@ -360,6 +386,8 @@ class Decoder:
         if known is None:
             structs = _norm_struct(norm), None if linear is None else _linear_struct(linear)
             known = self._projected[id(norm), id(linear)] = (*structs, (norm, linear))
+        if linear is not None and known[1] is not None:
+            known[1].w = linear.address()
         args = self._project
         args.norm = ctypes.addressof(known[0])
         args.linear = None if known[1] is None else ctypes.addressof(known[1])
@@ -377,7 +405,7 @@ def _linear_struct(linear: PackedLinear | None) -> LinearStruct:
     if linear is None:
         return LinearStruct()
     bias, scale, offsets = (None if t is None else t.data_ptr() for t in (linear.bias, linear.scale, linear.offsets))
-    return LinearStruct(linear.packed.data_ptr(), bias, scale, offsets, linear.n, linear.k)
+    return LinearStruct(linear.address(), bias, scale, offsets, linear.n, linear.k, linear.as_they_are)
 
 
 def _layer_struct(layer: DecoderLayer) -> DecoderLayerStruct:

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define HFP_ABI_VERSION 9
+#define HFP_ABI_VERSION 10
 
 enum hfp_dtype { HFP_F32 = 0, HFP_BF16 = 1, HFP_F16 = 2 };
 

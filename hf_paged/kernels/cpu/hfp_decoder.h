@@ -6,6 +6,8 @@
 //   bf16   [n / 32][k / 32][2][16 pairs][16 outputs][2], k padded to a multiple of 32
 //   int8   [n / 32][k / 64][2][16 quads][16 outputs][4], k padded to a multiple of 64
 //
+// or, bf16, as they are, [n][k], k a multiple of 32.
+//
 // A thread that computes a panel reads it from front to end. The layout depends on the dtype only: 64 bytes are one row
 // of an AMX tile, the operand of vdpbf16ps or vpdpbusd, or a vector of floats, and 1 KiB in one piece is a tile.
 #pragma once
@@ -25,12 +27,13 @@ struct hfp_norm {
 // Weights in 8 bits have a scale. Where they have offsets too, so are the rows that are multiplied with them, each with a
 // scale of its own: what torchao calls dynamic activation quantization, symmetric and by row.
 struct hfp_linear {
-    const void* w;           // packed; null where there is none
+    const void* w;           // packed or as they are; null where there is none
     const float* bias;       // [n] or null
     const float* scale;      // [n, padded] of weights in 8 bits, null of others
     const int32_t* offsets;  // [n, padded] 128 times the sum of an output's weights, or null
     int32_t n;
     int32_t k;
+    int32_t as_they_are;
 };
 
 // One decoder layer. The stream x is fp32:

@@ -19,7 +19,7 @@ import torch
 from hf_paged.errors import ConfigError, InternalError
 from hf_paged.kernels.cpu.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 #: HF_PAGED_CPU_ISA takes one of these; without it the best the processor runs is used.
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")

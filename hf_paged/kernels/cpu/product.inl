@@ -219,6 +219,49 @@ __attribute__((noinline)) void widen(const char* panel, int k, char* out) {
     }
 }
 
+// ROWS rows of BF16 with W / ROWS outputs from `first` on, of `here` that there are, whose weights are as they are, `bytes`
+// each: a vector of sums for each, which is added up at the end. `next` is what will be read next, or null.
+template <int ROWS>
+HFP_INLINE void multiply_dots(
+    const char* weights, int first, int here, int64_t bytes, const char* a, int64_t stride, const char* next, float* tile) {
+    constexpr int kOutputs = HFP_W / ROWS;
+    const char* w[kOutputs];
+    for (int o = 0; o < kOutputs; o++) w[o] = weights + (first + o < here ? first + o : here - 1) * bytes;
+    VF acc[HFP_W];
+    HFP_UNROLL for (int i = 0; i < HFP_W; i++) acc[i] = VF{};
+    for (int64_t at = 0; at < bytes; at += HFP_W * 4) {
+        for (int line = 0; next && line < kOutputs * HFP_W * 4; line += 64) prefetch<false>(next + at * kOutputs + line);
+        Dwords x[ROWS];
+        HFP_UNROLL for (int r = 0; r < ROWS; r++) x[r] = (Dwords)load_int(a + r * stride + at);
+        HFP_UNROLL for (int o = 0; o < kOutputs; o++) {
+            const Dwords y = (Dwords)load_int(w[o] + at);
+            HFP_UNROLL for (int r = 0; r < ROWS; r++) acc[r * kOutputs + o] = add_products<BF16>(acc[r * kOutputs + o], x[r], y);
+        }
+    }
+    float sums[HFP_W];
+    store(sums, hsums(acc));
+    for (int r = 0; r < ROWS; r++) memcpy(tile + r * kPanel + first, sums + r * kOutputs, kOutputs * 4);
+}
+
+// tile[r][0..31] of up to 32 rows. The panel comes from memory where it `begins`.
+__attribute__((noinline)) void multiply_as_they_are(
+    const char* weights, int here, int64_t bytes, int rows, const char* a, int64_t stride, bool begins, float* tile) {
+    const int fours = rows / 4 * 4;
+    for (int first = 0; first < kPanel; first += HFP_W) {
+        const char* next = weights + (kPanel + first) * bytes;  // in the order in which it lies
+        for (int o = 0; o < HFP_W; o += HFP_W / 4) {
+            for (int r = 0; r < fours; r += 4) {
+                const char* ahead = begins && r == 0 ? next + o * bytes : nullptr;
+                multiply_dots<4>(weights, first + o, here, bytes, a + r * stride, stride, ahead, tile + r * kPanel);
+            }
+        }
+        for (int r = fours; r < rows; r++) {
+            const char* ahead = begins && r == 0 ? next : nullptr;
+            multiply_dots<1>(weights, first, here, bytes, a + r * stride, stride, ahead, tile + r * kPanel);
+        }
+    }
+}
+
 // A tile as numbers: of plain weights the sums, of weights in 8 bits the sums times a scale for each output, and for each
 // row where those are in 8 bits too. at(r, c) is W of them, or one.
 struct Sums {
@@ -251,7 +294,7 @@ struct ScaledInts {
     }
 };
 
-thread_local Scratch tls_widened;
+thread_local Scratch tls_made;
 
 #if HFP_USE_AMX
 struct __attribute__((aligned(64))) ProductTiles {
@@ -310,6 +353,61 @@ HFP_INLINE void multiply_tiles(bool both, const char* panel, int k, const char* 
     }
 }
 
+// The same of BF16 and 32 outputs whose weights are as they are, `bytes` each, and of rows that are turned: then the
+// weights are the first operand, and rows the second one.
+HFP_INLINE void multiply_turned(bool both, const char* weights, int64_t bytes, const char* a, int64_t below, float* tile) {
+    const char *high = weights + 16 * bytes, *next = weights + kPanel * bytes;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (both) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t column = 0; column < bytes; column += 64, a += 1024, next += kPanel * 64) {
+        for (int line = 0; line < kPanel; line++) prefetch<false>(next + 64 * line);
+        _tile_loadd(6, weights + column, bytes);
+        _tile_loadd(7, high + column, bytes);
+        _tile_loadd(4, a, 64);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_dpbf16ps(1, 7, 4);
+        if (both) {
+            _tile_loadd(5, a + below, 64);
+            _tile_dpbf16ps(2, 6, 5);
+            _tile_dpbf16ps(3, 7, 5);
+        }
+    }
+    float sums[4][16 * 16] __attribute__((aligned(64)));
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    if (both) {
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+    }
+    for (int part = 0; part < (both ? 4 : 2); part++) {
+        VI block[HFP_W];
+        HFP_UNROLL for (int i = 0; i < HFP_W; i++) block[i] = load_int(sums[part] + i * 16);
+        transpose(block);
+        float* to = tile + part / 2 * 16 * kPanel + part % 2 * 16;
+        HFP_UNROLL for (int i = 0; i < HFP_W; i++) store(to + i * kPanel, as_float(block[i]));
+    }
+}
+
+// Copies of rows in which each tile of 16 rows and 16 pairs has become one of 16 pairs and 16 rows.
+HFP_INLINE Rows turned(const Rows& from, int64_t rows, char* memory) {
+    const Rows to = {memory, from.ld, true, nullptr};
+    for (int64_t r = 0; r < rows; r += 16) {
+        for (int64_t i = 0; i < from.ld; i += 32) {
+            VI block[HFP_W];
+            HFP_UNROLL for (int row = 0; row < HFP_W; row++) block[row] = load_int(place<BF16>(from, r + row, i));
+            transpose(block);
+            HFP_UNROLL for (int pair = 0; pair < HFP_W; pair++) {
+                store(reinterpret_cast<float*>(place<BF16>(to, r + pair, i)), as_float(block[pair]));
+            }
+        }
+    }
+    return to;
+}
+
 // Copies of rows that were not tiled when they were made.
 HFP_INLINE Rows to_tiles(const Rows& from, int64_t rows, int64_t k, char* memory, int num_threads) {
     const int64_t across = round_up(k, 32) / 32;
@@ -329,26 +427,47 @@ constexpr int64_t kMostKept = 16 << 20;
 #endif
 
 // Calls finish(row, rows, p, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to a
-// multiple of their depth. `widened` is memory for a panel where this has to be widened. `as_tile` makes of sums what
-// finish is given.
+// multiple of their depth. `made` is memory for a panel where this is not as it is multiplied. `as_tile` makes of sums
+// what finish is given.
 template <Number T, class Finish, class AsTile>
 HFP_INLINE void multiply_panel(
-    const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, char* widened, const Finish& finish, const AsTile& as_tile) {
+    const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, char* made, const Finish& finish, const AsTile& as_tile) {
     constexpr Number kKind = T == I8 ? kBytesAs : T;
     const int k = linear->k;
     const char* panel = static_cast<const char*>(linear->w) + p * (linear->scale ? panel_bytes<I8>(k) : panel_bytes<T>(k));
-    if (widened) {
-        widen<kKind>(panel, k, widened);
-        panel = widened;
-    }
     float tile[kPanel * kPanel] __attribute__((aligned(64)));
+    if (T == BF16 && linear->as_they_are) {
+        const int64_t left = linear->n - p * kPanel, bytes = static_cast<int64_t>(k) * 2;
+        const int here = left < kPanel ? static_cast<int>(left) : kPanel;
+#if HFP_USE_AMX
+        if (here < kPanel) {  // nobody may read behind the last one
+            memcpy(made, panel, here * bytes);
+            panel = made;
+        }
+#endif
+        for (int64_t at = top; at < bottom; at += kPanel) {
+            const int rows = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
+            const char* from = place<BF16>(a, at, 0);
+#if HFP_USE_AMX
+            multiply_turned(rows > 16, panel, bytes, from, bytes * 16, tile);
+#else
+            multiply_as_they_are(panel, here, bytes, rows, from, a.ld * 2, at == top, tile);
+#endif
+            finish(at, rows, p, as_tile(at, tile));
+        }
+        return;
+    }
+    if (made) {
+        widen<kKind>(panel, k, made);
+        panel = made;
+    }
     int64_t at = top;
 #if HFP_USE_AMX
     const int64_t width = a.ld * kBytes<T>, stride = a.tiled ? 64 : width, next = a.tiled ? 1024 : 64, below = width * 16;
     for (; kInTiles<T> && at < bottom; at += kPanel) {
         const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
         const char* from = place<T>(a, at, 0);
-        if (at == top && !widened) {  // later rows find the panel in the cache
+        if (at == top && !made) {  // later rows find the panel in the cache
             multiply_tiles<T, true>(here > 16, panel, k, from, stride, next, below, tile);
         } else {
             multiply_tiles<T, false>(here > 16, panel, k, from, stride, next, below, tile);
@@ -365,18 +484,18 @@ HFP_INLINE void multiply_panel(
 }
 
 template <Number T, class Finish>
-HFP_INLINE void multiply_any(const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, char* widened, const Finish& finish) {
+HFP_INLINE void multiply_any(const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, char* made, const Finish& finish) {
     const int64_t from = p * kPanel;
     if constexpr (T == I8) {
-        multiply_panel<T>(linear, a, p, top, bottom, widened, finish, [&](int64_t row, const float* tile) HFP_INLINE_LAMBDA {
+        multiply_panel<T>(linear, a, p, top, bottom, made, finish, [&](int64_t row, const float* tile) HFP_INLINE_LAMBDA {
             return ScaledInts{tile, linear->scale + from, a.scales + row, linear->offsets + from};
         });
     } else if (linear->scale) {
-        multiply_panel<T>(linear, a, p, top, bottom, widened, finish, [&](int64_t, const float* tile) HFP_INLINE_LAMBDA {
+        multiply_panel<T>(linear, a, p, top, bottom, made, finish, [&](int64_t, const float* tile) HFP_INLINE_LAMBDA {
             return ScaledSums{tile, linear->scale + from};
         });
     } else {
-        multiply_panel<T>(linear, a, p, top, bottom, nullptr, finish, [](int64_t, const float* tile) HFP_INLINE_LAMBDA { return Sums{tile}; });
+        multiply_panel<T>(linear, a, p, top, bottom, made, finish, [](int64_t, const float* tile) HFP_INLINE_LAMBDA { return Sums{tile}; });
     }
 }
 
@@ -393,8 +512,12 @@ HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_t
     const int k = linear->k;
     const int64_t panels = round_up(linear->n, kPanel) / kPanel;
 #if HFP_USE_AMX
-    // Worth it where rows are read again for many panels; without the memory rows are read where they are.
-    if (T == BF16 && rows > kPanel && !a.tiled) {
+    if (T == BF16 && linear->as_they_are) {
+        char* memory = reserve(&tls_tiles, round_up(rows, 16) * k * 2);
+        if (!memory) return HFP_NO_MEMORY;
+        a = turned(a, rows, memory);
+    } else if (T == BF16 && rows > kPanel && !a.tiled) {
+        // worth it where rows are read again for many panels; without the memory rows are read where they are
         char* memory = reserve(&tls_tiles, round_up(rows, kPanel) * round_up(k, 32) * 2);
         if (memory) a = to_tiles(a, rows, k, memory, num_threads);
     }
@@ -413,13 +536,13 @@ HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_t
         range.top *= kPanel;
         range.bottom = range.bottom * kPanel < rows ? range.bottom * kPanel : rows;
     }
-    const bool widens = linear->scale && (T != I8 || kBytesAs != I8);
+    const bool makes = (HFP_USE_AMX && linear->as_they_are) || (linear->scale && (T != I8 || kBytesAs != I8));
     int status = HFP_OK;
     parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int) {
-        char* widened = nullptr;
-        if (widens) {
-            widened = reserve(&tls_widened, round_up(k, 64) * kPanel * (T == F32 ? 4 : 2));
-            if (!widened) {
+        char* made = nullptr;
+        if (makes) {
+            made = reserve(&tls_made, round_up(k, 64) * kPanel * (T == F32 ? 4 : 2));
+            if (!made) {
                 __atomic_store_n(&status, HFP_NO_MEMORY, __ATOMIC_RELAXED);
                 return;
             }
@@ -435,7 +558,7 @@ HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_t
             for (;;) {
                 const int64_t p = __atomic_fetch_add(&range.next, 1, __ATOMIC_RELAXED);
                 if (p >= range.last) break;
-                multiply_any<T>(linear, a, p, range.top, range.bottom, widened, finish);
+                multiply_any<T>(linear, a, p, range.top, range.bottom, made, finish);
             }
         }
 #if HFP_USE_AMX

@@ -218,6 +218,60 @@ HFP_INLINE uint16_t float_to_f16(float f) {
     return static_cast<uint16_t>(sign | (bits >> 13));
 }
 
+#if HFP_W == 16
+#define HFP_UNPACK(PART, BITS, A, B) (VI) _mm512_unpack##PART##_epi##BITS((__m512i)(A), (__m512i)(B))
+#define HFP_QUARTERS(A, B, WHICH) (VI) _mm512_shuffle_i32x4((__m512i)(A), (__m512i)(B), WHICH)
+#elif HFP_W == 8
+#define HFP_UNPACK(PART, BITS, A, B) (VI) _mm256_unpack##PART##_epi##BITS((__m256i)(A), (__m256i)(B))
+#define HFP_HALVES(A, B, WHICH) (VI) _mm256_permute2x128_si256((__m256i)(A), (__m256i)(B), WHICH)
+#endif
+
+// The sums of W vectors, in order. Each is added up in one order, wherever it stands.
+HFP_INLINE VF hsums(const VF (&of)[HFP_W]) {
+#if HFP_W == 4
+    VF sums;
+    for (int i = 0; i < HFP_W; i++) sums[i] = (of[i][0] + of[i][2]) + (of[i][1] + of[i][3]);
+    return sums;
+#else
+    VF fours[HFP_W / 4];
+    HFP_UNROLL for (int i = 0; i < HFP_W / 4; i++) {
+        const VF *v = of + 4 * i;
+        const VF a = as_float(HFP_UNPACK(lo, 32, v[0], v[1])) + as_float(HFP_UNPACK(hi, 32, v[0], v[1]));
+        const VF b = as_float(HFP_UNPACK(lo, 32, v[2], v[3])) + as_float(HFP_UNPACK(hi, 32, v[2], v[3]));
+        fours[i] = as_float(HFP_UNPACK(lo, 64, a, b)) + as_float(HFP_UNPACK(hi, 64, a, b));
+    }
+#if HFP_W == 16
+    const VF a = as_float(HFP_QUARTERS(fours[0], fours[1], 0x88)) + as_float(HFP_QUARTERS(fours[0], fours[1], 0xdd));
+    const VF b = as_float(HFP_QUARTERS(fours[2], fours[3], 0x88)) + as_float(HFP_QUARTERS(fours[2], fours[3], 0xdd));
+    return as_float(HFP_QUARTERS(a, b, 0x88)) + as_float(HFP_QUARTERS(a, b, 0xdd));
+#else
+    return as_float(HFP_HALVES(fours[0], fours[1], 0x20)) + as_float(HFP_HALVES(fours[0], fours[1], 0x31));
+#endif
+#endif
+}
+
+#if HFP_W == 16
+// 16 rows of 16 numbers, in place: blocks of four by four within 128 bits first, then those.
+HFP_INLINE void transpose(VI (&rows)[HFP_W]) {
+    HFP_UNROLL for (int i = 0; i < HFP_W; i += 4) {
+        const VI low = HFP_UNPACK(lo, 32, rows[i], rows[i + 1]), low2 = HFP_UNPACK(lo, 32, rows[i + 2], rows[i + 3]);
+        const VI high = HFP_UNPACK(hi, 32, rows[i], rows[i + 1]), high2 = HFP_UNPACK(hi, 32, rows[i + 2], rows[i + 3]);
+        rows[i] = HFP_UNPACK(lo, 64, low, low2);
+        rows[i + 1] = HFP_UNPACK(hi, 64, low, low2);
+        rows[i + 2] = HFP_UNPACK(lo, 64, high, high2);
+        rows[i + 3] = HFP_UNPACK(hi, 64, high, high2);
+    }
+    HFP_UNROLL for (int i = 0; i < 4; i++) {
+        const VI first = HFP_QUARTERS(rows[i], rows[4 + i], 0x44), first2 = HFP_QUARTERS(rows[8 + i], rows[12 + i], 0x44);
+        const VI last = HFP_QUARTERS(rows[i], rows[4 + i], 0xee), last2 = HFP_QUARTERS(rows[8 + i], rows[12 + i], 0xee);
+        rows[i] = HFP_QUARTERS(first, first2, 0x88);
+        rows[4 + i] = HFP_QUARTERS(first, first2, 0xdd);
+        rows[8 + i] = HFP_QUARTERS(last, last2, 0x88);
+        rows[12 + i] = HFP_QUARTERS(last, last2, 0xdd);
+    }
+}
+#endif
+
 template <bool LOW_LEVEL>
 HFP_INLINE void prefetch(const void* p) {
     __builtin_prefetch(p, 0, LOW_LEVEL ? 3 : 2);
