@@ -216,6 +216,23 @@ def test_what_a_trial_found_that_began_before_it_was_to_be_reconsidered_does_not
     assert found.packed_bytes > 0
 
 
+def test_the_head_is_read_where_it_is_in_bfloat16() -> None:
+    model = zoo.fresh("llama").bfloat16()
+    llm, head = make(model), model.lm_head.weight
+    whole = sum(p.nbytes for p in model.parameters() if p.ndim == 2)
+    own = head.nbytes + model.model.embed_tokens.weight.nbytes
+    assert parts.Parts.of(llm.core.runner.view).packable_bytes == whole - own
+    padding = llm.stats()["packed_bytes"] - (whole - own)
+    assert 0 <= padding < head.nbytes
+    assert parts.Parts.of(make(zoo.build("llama")).core.runner.view).packable_bytes == 2 * (whole - own + head.nbytes)
+    before = generate(llm, prompts()[:3])
+    with torch.no_grad():
+        head.neg_()
+    after = generate(llm, prompts()[:3])
+    assert is_fused(llm) and after != before
+    assert after == generate(make(model), prompts()[:3])
+
+
 def test_nothing_is_set_aside_for_calls_that_pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged.cache.pool.free_memory", lambda device: 1 << 20)
     blocks = []

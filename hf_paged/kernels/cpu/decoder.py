@@ -34,7 +34,10 @@ class NormStruct(ctypes.Structure):
 class LinearStruct(ctypes.Structure):
     """``hfp_linear``"""
 
-    _fields_ = [*[(name, _pointer) for name in ("w", "bias", "scale", "offsets")], *[(name, _i32) for name in ("n", "k", "as_they_are")]]
+    _fields_ = [
+        *[(name, _pointer) for name in ("w", "bias", "scale", "offsets")],
+        *[(name, _i32) for name in ("n", "k", "as_they_are")],
+    ]
 
 
 class DecoderLayerStruct(ctypes.Structure):
@@ -161,8 +164,8 @@ class PackedLinear:
 
     def address(self) -> int:
         """Of the weights. Raises InternalError if whoever owns them has taken their memory away."""
-        storage = self.packed.untyped_storage()
-        if self.as_they_are and storage.nbytes() < (self.packed.storage_offset() + self.n * self.k) * self.packed.itemsize:
+        end = (self.packed.storage_offset() + self.packed.numel()) * self.packed.itemsize
+        if self.as_they_are and self.packed.untyped_storage().nbytes() < end:
             raise InternalError(f"the memory of weights [{self.n}, {self.k}] in use is gone")
         return self.packed.data_ptr()
 
@@ -228,8 +231,8 @@ def pack(
 
 
 def can_stay(weight: torch.Tensor) -> bool:
-    """Whether weights ``[n, k]`` can be multiplied as they are: that takes no memory, and a tenth longer, mostly for
-    memory of small pages."""
+    """Whether weights ``[n, k]`` can be multiplied as they are: that takes no memory, and up to a sixth longer, mostly
+    for memory of small pages."""
     return weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.shape[1] % 32 == 0
 
 

@@ -246,7 +246,7 @@ HFP_INLINE void multiply_dots(
 // tile[r][0..31] of up to 32 rows. The panel comes from memory where it `begins`.
 __attribute__((noinline)) void multiply_as_they_are(
     const char* weights, int here, int64_t bytes, int rows, const char* a, int64_t stride, bool begins, float* tile) {
-    const int fours = rows / 4 * 4;
+    const int fours = rows % 4 == 1 ? rows - 1 : (rows + 3) / 4 * 4;  // rows and tiles have room up to 32
     for (int first = 0; first < kPanel; first += HFP_W) {
         const char* next = weights + (kPanel + first) * bytes;  // in the order in which it lies
         for (int o = 0; o < HFP_W; o += HFP_W / 4) {
@@ -427,8 +427,8 @@ constexpr int64_t kMostKept = 16 << 20;
 #endif
 
 // Calls finish(row, rows, p, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to a
-// multiple of their depth. `made` is memory for a panel where this is not as it is multiplied. `as_tile` makes of sums
-// what finish is given.
+// multiple of their depth. `made` is memory for a copy of the panel where one is multiplied instead. `as_tile` makes of
+// sums what finish is given.
 template <Number T, class Finish, class AsTile>
 HFP_INLINE void multiply_panel(
     const hfp_linear* linear, const Rows& a, int64_t p, int64_t top, int64_t bottom, char* made, const Finish& finish, const AsTile& as_tile) {
