@@ -212,6 +212,12 @@ def arguments_of_generate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
     return {**dict(zip(_GENERATE_PARAMETERS, args, strict=False)), **kwargs}
 
 
+def takes_positions(model: Any) -> bool:
+    """Whether ``generate()`` makes ``position_ids`` for the model, in which padding does not count; others count
+    columns, if they count at all."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 def ends(criteria: Any) -> tuple[int | None, frozenset[int], list[Any]]:
     """What the stopping criteria of a running ``generate()`` say: columns a row may have, tokens that end it, and the
     criteria that are more than one of the two."""

@@ -14,10 +14,10 @@ from typing import Any
 
 from hf_paged.errors import ConfigError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {"": 1} | {u: 1000**i for i, u in enumerate("kmgtp", 1)} | {f"{u}i": 1024**i for i, u in enumerate("kmgtp", 1)}
 #: one exbibyte
 _LARGEST = 1 << 60
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]i?)?b?\s*", re.IGNORECASE)
 
 
 def parse_size(value: int | str, *, name: str = "memory") -> int:

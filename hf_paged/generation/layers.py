@@ -264,6 +264,8 @@ class PagedLayer(compat.DynamicLayer):
             raise ValueError(
                 f"crop({tokens_to_remove}): give a negative number of tokens to remove, as transformers 5 does"
             )
+        if not self.length:
+            return  # one that the model does not use (its config counts others) has no say in the rows' lengths
         self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
         self._graph.clear()
         self.unattended = self.traced = False

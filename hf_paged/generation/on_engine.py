@@ -61,7 +61,13 @@ def run(
     if isinstance(found, str):
         logger.info("paged: this call runs in the stock loop, not on the engine: %s", found)
         return None
-    generated = engine_rows.run(found)
+    try:
+        generated = engine_rows.run(found)
+    except UnsupportedError as error:  # the model is not what it was when it was tried out
+        assert call.kv is not None
+        call.kv.no_engine = str(error)
+        logger.info("paged: this call runs in the stock loop, not on the engine: %s", error)
+        return None
     beams = f", as {found.num_beams} beams each" if found.num_beams > 1 else ""
     logger.info("paged: %d rows ran on the engine%s", len(found.prompts), beams)
     if found.num_beams == 1:
@@ -90,7 +96,7 @@ def _rows(
         if why is not None:
             return why
     try:
-        runner = _runner(call)
+        runner = _runner(call, runtime)
     except UnsupportedError as error:
         return str(error)
     if not call.config.engine:
@@ -147,7 +153,7 @@ def _try_stock_loop(call: Call, runner: ModelRunner) -> None:
 def _assembled(input_ids: torch.Tensor, generated: Sequence[Sequence[int]], filling: int) -> torch.Tensor:
     """Prompts as they came, and what was generated, rows that ended early filled up as stock does."""
     longest = max(map(len, generated))
-    out = input_ids.new_full((len(generated), longest), filling)
+    out = input_ids.new_full((len(generated), longest), filling, dtype=torch.int64)
     for i, tokens in enumerate(generated):
         out[i, : len(tokens)] = torch.tensor(tokens, dtype=out.dtype)
     return torch.cat([input_ids, out], dim=1)
@@ -226,8 +232,9 @@ def _uncertain(call: Call, logits_processor: Any, generation_config: Any, padded
     return None
 
 
-def _runner(call: Call) -> ModelRunner:
-    """The engine's way into this model, over the pool that its paged calls share; made once for a pool.
+def _runner(call: Call, runtime: tuple[Any, ...]) -> ModelRunner:
+    """The engine's way into this model, over the pool that its paged calls share; made once for a pool and a
+    configuration, by which layers of the cache are told their windows.
 
     Raises UnsupportedError for a model that the engine cannot run, at once where that is known.
     """
@@ -237,6 +244,8 @@ def _runner(call: Call) -> ModelRunner:
     assert call.config is not None
     shared = cache.state.shared
     with kv.lock:
+        if kv.config != runtime[0]:
+            kv.config, kv.runner, kv.no_engine = runtime[0], None, None
         if kv.no_engine is not None:
             raise UnsupportedError(kv.no_engine)
         known = kv.runner

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hf_paged import compat
+from hf_paged.cache.manager import Namespace
 from hf_paged.config import CacheConfig
 from hf_paged.errors import InvalidRequestError
 from hf_paged.generation.models import ModelKV
@@ -55,6 +56,8 @@ class Call:
     kv: ModelKV | None = None
     config: CacheConfig | None = None
     namespace: tuple[Any, ...] | None = None
+    #: positions of tokens are those of their columns, whatever is padding
+    by_column: bool = False
     #: rows of the returned sequences are rows of the cache, so that generated tokens can be kept too
     rows_stay: bool = False
     #: columns of the prompt that came from earlier calls
@@ -143,11 +146,15 @@ def begin_prompt(
     call.namespace = prompt_namespace(call, runtime)
     if call.namespace is None:
         return
+    call.by_column = model_kwargs.get("position_ids") is None and not compat.takes_positions(model)
     manager = cache.state.shared.manager
     if manager is None or not reuse:
         return
     # The matches are pinned, so nothing they hold can go while the model is tried out.
-    found = [manager.match_prefix(call.namespace, row, max_tokens=max(len(row) - 1, 0)) for row in rows]
+    found = [
+        manager.match_prefix(_namespace_of_row(call, pad), row, max_tokens=max(len(row) - 1, 0))
+        for pad, row in zip(pads, rows, strict=True)
+    ]
     columns = min([width - 1, *(pad + match.num_tokens for pad, match in zip(pads, found, strict=True))])
     useful = columns > min(pads)
     if useful and cache.profile.continues is None:
@@ -158,7 +165,8 @@ def begin_prompt(
         return
     state.adopt(found, columns)
     for layer in cache.paged_layers:
-        layer.length = columns
+        if layer.layer_idx in state.shared.pool.layers:  # the config may count others, which stay empty
+            layer.length = columns
     with kv.lock:
         kv.hit_tokens += sum(max(columns - pad, 0) for pad in pads)
 
@@ -193,6 +201,11 @@ def prompt_namespace(call: Call, runtime: tuple[Any, ...] | None) -> tuple[Any, 
         if known is not None and manager is not None and call.kv.watch.epoch != before:
             manager.drop(lambda namespace: namespace[0] != known[0])  # can never be matched again
     return None if known is None else (*known, ("salt", call.config.salt))
+
+
+def _namespace_of_row(call: Call, pad: int) -> Namespace:
+    assert call.namespace is not None
+    return (*call.namespace, ("first column", pad)) if call.by_column and pad else call.namespace
 
 
 def _can_continue(model: Any, tokens: list[int]) -> bool:
@@ -283,10 +296,10 @@ def keep(call: Call, rows: list[list[int]] | None) -> None:
     if kv.shared is not state.shared or call.namespace[0] != ("weights", kv.watch.epoch):
         return  # cleared or resized meanwhile
     with manager.lock:
-        for row, table in zip(rows, state.tables, strict=True):
+        for pad, row, table in zip(state.pads_np.tolist(), rows, state.tables, strict=True):
             count = min(len(row), table.num_tokens)
             if count:
-                manager.commit(call.namespace, row[:count], table)
+                manager.commit(_namespace_of_row(call, pad), row[:count], table)
 
 
 def keep_generated(call: Call, result: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_paged import compat
+from hf_paged.attention import registry
 from hf_paged.config import CacheConfig
 from hf_paged.errors import ConfigError
 from hf_paged.generation import models, prompts
@@ -92,6 +93,7 @@ def register(
     if cache_config is not None and options:
         raise ConfigError("give register() either cache_config or keywords, not both")
     defaults = CacheConfig.from_dict(cache_config if cache_config is not None else options)
+    registry.check_name(defaults.attention_backend)
     with _lock:
         _registration.defaults = defaults
         if continuous_batching is not None:

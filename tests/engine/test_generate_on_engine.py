@@ -191,3 +191,40 @@ def test_a_call_on_the_engine_runs_natively_and_says_what_packed_weights_take() 
         assert torch.equal(paged(model, **batch), stock(model, **batch))
         hf_paged.clear(model)
         assert hf_paged.cache_stats(model).packed_bytes == 0
+
+
+def test_windows_that_change_after_a_model_ran_on_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    model, prompt = zoo.fresh("gemma3"), ids(2, 30)
+
+    def change(window: int) -> None:
+        for module in model.modules():
+            if getattr(module, "sliding_window", None):
+                module.sliding_window = window
+
+    def assert_stock(on_the_engine: bool) -> None:
+        for _ in range(2):
+            caplog.clear()
+            assert torch.equal(paged(model, prompt), stock(model, prompt))
+            assert ("rows ran on the engine" in caplog.text) is on_the_engine
+
+    with registered(), caplog.at_level(logging.INFO, "hf_paged"):
+        assert_stock(True)
+        model.config.sliding_window = 5
+        change(5)
+        assert_stock(True)
+        change(7)  # which stock takes from the config, and flash attention from the modules
+        assert_stock(False)
+        assert "the call names the sliding window 7, the cache layer 5" in caplog.text
+        change(5)
+        hf_paged.weights_changed(model)
+        assert_stock(True)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+def test_ids_in_32_bits(options: dict[str, Any]) -> None:
+    model, prompt = zoo.build("llama"), ids(2, 7).int()
+    want = stock(model, prompt, **options)
+    with registered():
+        for engine in (None, True, False):
+            got = paged(model, prompt, cache_config={"engine": engine}, **options)
+            assert got.dtype == want.dtype == torch.int64 and torch.equal(got, want)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers as tf
 
 import hf_paged
 from hf_paged import generation
@@ -38,6 +39,17 @@ def left_padded(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
         mask[row, : width - length] = 0
     tokens[mask == 0] = zoo.PAD
     return {"input_ids": tokens, "attention_mask": mask}
+
+
+def decoder_of_an_encoder_decoder(name: str, encoder_layers: int) -> Any:
+    """Two layers of the family ``name`` as a model of their own, which takes no position_ids."""
+    torch.manual_seed(0)
+    config = getattr(tf, f"{name}Config")(
+        vocab_size=zoo.VOCAB, d_model=32, encoder_layers=encoder_layers, decoder_layers=2, decoder_attention_heads=4,
+        decoder_ffn_dim=64, is_decoder=True, is_encoder_decoder=False, pad_token_id=zoo.PAD, bos_token_id=1,
+        eos_token_id=None, forced_eos_token_id=None, max_position_embeddings=128, init_std=0.3,
+    )  # fmt: skip
+    return getattr(tf, f"{name}ForCausalLM")(config).eval()
 
 
 def paged(model: Any, *args: Any, **kwargs: Any) -> Any:

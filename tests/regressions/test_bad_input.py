@@ -52,6 +52,8 @@ def test_a_bad_register_changes_nothing() -> None:
     assert not generation.is_registered()
     with pytest.raises(errors.ConfigError, match="not both"):
         hf_paged.register({"block_size": 4}, memory="1MiB")
+    with pytest.raises(errors.ConfigError, match="choose one of: auto"):
+        hf_paged.register(attention_backend="cuda-magic")
     assert not generation.is_registered()
 
 

@@ -12,7 +12,7 @@ import torch
 
 import hf_paged
 from tests import zoo
-from tests.regressions.helpers import ids, left_padded, paged, registered, stock
+from tests.regressions.helpers import decoder_of_an_encoder_decoder, ids, left_padded, paged, registered, stock
 
 pytestmark = pytest.mark.versions
 
@@ -212,3 +212,19 @@ def test_a_cache_of_ones_own_checks_ids_too() -> None:
     model, bad = zoo.build("llama"), torch.full((1, 9), zoo.VOCAB + 5)
     with registered(), pytest.raises(hf_paged.InvalidRequestError, match=str(zoo.VOCAB + 5)):
         stock(model, bad, past_key_values=hf_paged.PagedCache(model.config, cache_config={"memory": "8MiB"}))
+
+
+@pytest.mark.parametrize("name", ["Bart", "Pegasus"])
+def test_models_that_count_columns_share_prefixes_behind_the_same_padding(name: str) -> None:
+    """They take no position_ids: a padded row's tokens are at other positions than the same tokens alone."""
+    model = decoder_of_an_encoder_decoder(name, encoder_layers=2)
+    padded = left_padded([12, 20, 12], seed=1)
+    alone = padded["input_ids"][:1, 8:]
+    with registered(block_size=4):
+        for _ in range(2):
+            assert torch.equal(paged(model, **padded), stock(model, **padded))
+            assert torch.equal(paged(model, alone), stock(model, alone))
+        # all columns but the last of the batch, and of the prompt alone
+        assert _hits(model) == 11 + 19 + 11 + 11
+        assert torch.equal(paged(model, padded["input_ids"][1:2]), stock(model, padded["input_ids"][1:2]))
+        assert _hits(model) == 11 + 19 + 11 + 11 + 19

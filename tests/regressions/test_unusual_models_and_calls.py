@@ -13,7 +13,7 @@ import transformers as tf
 import hf_paged
 from hf_paged import compat, errors, generation
 from tests import zoo
-from tests.regressions.helpers import ids, paged, registered, stock
+from tests.regressions.helpers import decoder_of_an_encoder_decoder, ids, paged, registered, stock
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3", "bloom"])
@@ -179,6 +179,17 @@ def test_keys_follow_every_edit() -> None:
         assert torch.equal(cache.layers[0].keys, keys[[0]])
         cache.crop(-4)
         assert torch.equal(cache.layers[0].keys, keys[[0], :, :5])
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_backend": "gather"}, {"prefix_caching": False}], ids=str)
+def test_candidates_are_cropped_where_the_config_counts_layers_that_the_model_has_not(options: dict[str, Any]) -> None:
+    model, prompt = decoder_of_an_encoder_decoder("Bart", encoder_layers=5), ids(1, 21)
+    assert model.config.num_hidden_layers == 5
+    with registered(**options):
+        for _ in range(2):
+            assert torch.equal(
+                paged(model, prompt, prompt_lookup_num_tokens=3), stock(model, prompt, prompt_lookup_num_tokens=3)
+            )
 
 
 def test_positions_given_once_for_all_rows() -> None:
