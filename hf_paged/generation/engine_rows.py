@@ -24,7 +24,7 @@ from hf_paged.engine.beams import Beam, BeamGroup, add_beams
 from hf_paged.engine.request import Request
 from hf_paged.engine.scheduler import Scheduler
 from hf_paged.engine.stepper import Event, Stepper
-from hf_paged.errors import InternalError
+from hf_paged.errors import InternalError, UnsupportedError
 from hf_paged.generation.prompts import Call
 from hf_paged.model.runner import ModelRunner
 from hf_paged.sampling.beams import BeamSearch
@@ -37,6 +37,10 @@ _MAX_BATCHED_TOKENS, _MAX_SEQS = 512, 256
 #: how often a call looks whether others have given blocks back, when it cannot go on without
 _WAIT_S = 0.002
 _private = itertools.count()
+
+
+class ModelChangedError(UnsupportedError):
+    """The model cannot run on the engine, as it could when it was tried out."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def _of_prompt(allowed: Any, index: int) -> Any:
 def run(rows: Rows) -> list[list[list[int]]]:
     """The tokens generated for each row: the best hypotheses of a beam search, else one sequence.
 
-    Raises the error of the first row that fails.
+    Raises the error of the first row that fails, and ModelChangedError.
     """
     call, runner = rows.call, rows.runner
     assert call.cache is not None
@@ -204,6 +208,8 @@ def _to_the_end(call: Call, scheduler: Scheduler, stepper: Stepper) -> None:
 def _step(call: Call, stepper: Stepper) -> list[Event]:
     try:
         return stepper.step()
+    except UnsupportedError as error:
+        raise ModelChangedError(str(error)) from error
     except InternalError as error:  # its attention is not what it was when it was tried out
         assert call.kv is not None
         assert call.cache is not None

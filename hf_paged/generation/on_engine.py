@@ -20,7 +20,7 @@ from hf_paged import compat
 from hf_paged.attention import registry
 from hf_paged.errors import OutOfBlocksError, UnsupportedError
 from hf_paged.generation import engine_rows
-from hf_paged.generation.engine_rows import Rows
+from hf_paged.generation.engine_rows import ModelChangedError, Rows
 from hf_paged.generation.paged_cache import PagedCache
 from hf_paged.generation.prompts import Call, check_ids, plain_rows, prompt_namespace
 from hf_paged.model.quantized import quantizes_rows
@@ -61,11 +61,16 @@ def run(
     if isinstance(found, str):
         logger.info("paged: this call runs in the stock loop, not on the engine: %s", found)
         return None
+    drawn = torch.get_rng_state()
     try:
         generated = engine_rows.run(found)
-    except UnsupportedError as error:  # the model is not what it was when it was tried out
+    except ModelChangedError as error:
         assert call.kv is not None
-        call.kv.no_engine = str(error)
+        assert runtime is not None
+        with call.kv.lock:
+            if call.kv.config == runtime[0]:  # another thread's call may have gone on to another
+                call.kv.no_engine = str(error)
+        torch.set_rng_state(drawn)  # the stock loop draws what it would have drawn
         logger.info("paged: this call runs in the stock loop, not on the engine: %s", error)
         return None
     beams = f", as {found.num_beams} beams each" if found.num_beams > 1 else ""

@@ -146,7 +146,7 @@ def begin_prompt(
     call.namespace = prompt_namespace(call, runtime)
     if call.namespace is None:
         return
-    call.by_column = model_kwargs.get("position_ids") is None and not compat.takes_positions(model)
+    call.by_column = not compat.takes_positions(model)  # which may be given some, and have no use for them
     manager = cache.state.shared.manager
     if manager is None or not reuse:
         return

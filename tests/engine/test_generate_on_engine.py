@@ -228,3 +228,29 @@ def test_ids_in_32_bits(options: dict[str, Any]) -> None:
         for engine in (None, True, False):
             got = paged(model, prompt, cache_config={"engine": engine}, **options)
             assert got.dtype == want.dtype == torch.int64 and torch.equal(got, want)
+
+
+def test_an_unsupported_error_of_a_processor_is_the_users(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise hf_paged.UnsupportedError("my own")
+
+    model, prompt = zoo.fresh("llama"), ids(2, 9)
+    with registered(), caplog.at_level(logging.INFO, "hf_paged"):
+        with pytest.raises(hf_paged.UnsupportedError, match="my own"):
+            paged(model, prompt, logits_processor=[refuse], cache_config={"engine": True})
+        assert torch.equal(paged(model, prompt), stock(model, prompt))
+        assert "rows ran on the engine" in caplog.text and "my own" not in caplog.text
+
+
+def test_a_call_that_leaves_the_engine_draws_as_if_it_had_not_been_there() -> None:
+    model, prompt = zoo.fresh("gemma3"), ids(2, 30)
+    with registered():
+        paged(model, prompt, cache_config={"engine": True})
+        for module in model.modules():
+            if getattr(module, "sliding_window", None):
+                module.sliding_window += 2
+        torch.manual_seed(0)
+        want = stock(model, prompt, do_sample=True)
+        for _ in range(2):
+            torch.manual_seed(0)
+            assert torch.equal(paged(model, prompt, do_sample=True, cache_config={"engine": True}), want)

@@ -228,3 +228,14 @@ def test_models_that_count_columns_share_prefixes_behind_the_same_padding(name: 
         assert _hits(model) == 11 + 19 + 11 + 11
         assert torch.equal(paged(model, padded["input_ids"][1:2]), stock(model, padded["input_ids"][1:2]))
         assert _hits(model) == 11 + 19 + 11 + 11 + 19
+
+
+def test_positions_that_a_model_ignores_are_not_those_of_its_keys() -> None:
+    model, padded = decoder_of_an_encoder_decoder("Bart", encoder_layers=2), left_padded([12, 20, 12], seed=1)
+    alone = padded["input_ids"][:1, 8:]
+    positions = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    want = stock(model, **padded, position_ids=positions)
+    with registered(block_size=4):
+        for _ in range(2):
+            assert torch.equal(paged(model, **padded, position_ids=positions), want)
+            assert torch.equal(paged(model, alone), stock(model, alone))
