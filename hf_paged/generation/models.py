@@ -85,8 +85,8 @@ class ModelKV:
         self.schedulers: list[Scheduler] = []
         #: why the engine cannot run the model, once that is known
         self.no_engine: str | None = None
-        #: what both were found with, as runtime_signature() tells it
-        self.config: Any = None
+        #: the model's configuration that both were found with, as runtime_signature() tells it
+        self.model_config: Any = None
 
     def uses_stock_masks(self, model: Any) -> bool:
         """Whether any of the model's code builds masks with transformers' functions, which hide padding exactly."""

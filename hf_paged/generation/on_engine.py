@@ -68,7 +68,7 @@ def run(
         assert call.kv is not None
         assert runtime is not None
         with call.kv.lock:
-            if call.kv.config == runtime[0]:  # another thread's call may have gone on to another
+            if call.kv.model_config == runtime[0]:  # another thread's call may have gone on to another
                 call.kv.no_engine = str(error)
         torch.set_rng_state(drawn)  # the stock loop draws what it would have drawn
         logger.info("paged: this call runs in the stock loop, not on the engine: %s", error)
@@ -249,8 +249,8 @@ def _runner(call: Call, runtime: tuple[Any, ...]) -> ModelRunner:
     assert call.config is not None
     shared = cache.state.shared
     with kv.lock:
-        if kv.config != runtime[0]:
-            kv.config, kv.runner, kv.no_engine = runtime[0], None, None
+        if kv.model_config != runtime[0]:
+            kv.model_config, kv.runner, kv.no_engine = runtime[0], None, None
         if kv.no_engine is not None:
             raise UnsupportedError(kv.no_engine)
         known = kv.runner

@@ -146,7 +146,7 @@ class FusedDecoder:
         self._heads = self.layers[0].o.k // spec.head_dim
         self._run_ends = self._ends_of_runs()
         self._norm = norm_of(parts.norm, self.hidden)
-        self._head = parts.packed_head(memory)
+        self._head = parts.head_product(memory)
         self._check_sizes()
         self._allowed = _ALLOWED[self.dtype]
         if any(linear.offsets is not None for linear in self._linears()):

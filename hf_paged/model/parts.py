@@ -73,10 +73,10 @@ class Parts:
     layer_types: Sequence[str] | None = None
     seen: list[Seen] = field(default_factory=list)
 
-    def packed_head(self, memory: HugePages) -> PackedLinear:
-        """Of the model's own weights where those can be multiplied as they are: a copy of a large
-        vocabulary would be a fifth or more of a small model, and save a hundredth of a step. So changes of the head,
-        as those of the embedding, are seen at once, also by requests that run."""
+    def head_product(self, memory: HugePages) -> PackedLinear:
+        """With the model's own weights where those can be multiplied as they are: a copy of a large vocabulary is a
+        fifth of a small model, and would save some hundredths of a step. So changes of the head, as those of the
+        embedding, are seen at once, also by requests that run."""
         if self._head_can_stay():
             return as_they_are(self.head.weight, _bias(self.head))
         return pack(_weights(self.head), _bias(self.head), memory)

@@ -234,20 +234,26 @@ def test_preemption_and_company_change_nothing(kind: str) -> None:
     check_clean(llm)
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_quantizing_that_fails_ends_requests_and_is_done_again(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither are weights used that are no longer the model's, nor those that are not quantized."""
-    model = copy.deepcopy(zoo.build("llama"))
-    llm = make(model, quantization="int8_weight_only")
-    first, real, left = generate(llm, prompts()), quantized.quantized, [failing]
+def _without_memory(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Quantizing fails so many times."""
+    real, left = quantized.quantized, [times]
 
-    def without_memory(*args: Any) -> Any:
+    def failing(*args: Any) -> Any:
         left[0] -= 1
         if left[0] >= 0:
             raise MemoryError("no memory left")
         return real(*args)
 
-    monkeypatch.setattr(quantized, "quantized", without_memory)
+    monkeypatch.setattr(quantized, "quantized", failing)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_quantizing_that_fails_ends_requests_and_is_done_again(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are weights used that are no longer the model's, nor those that are not quantized."""
+    model = copy.deepcopy(zoo.build("llama"))
+    llm = make(model, quantization="int8_weight_only")
+    first = generate(llm, prompts())
+    _without_memory(monkeypatch, failing)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
     with pytest.raises(MemoryError, match="no memory left"):
@@ -262,17 +268,10 @@ def test_quantizing_that_fails_ends_requests_and_is_done_again(failing: int, mon
 
 def test_weights_that_a_step_quantized_are_followed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(zoo.build("llama"))
-    llm, real, left = make(model, quantization="int8_weight_only"), quantized.quantized, [1]
+    llm = make(model, quantization="int8_weight_only")
     stream = llm.stream(prompts()[0], GREEDY)
     next(stream)
-
-    def without_memory(*args: Any) -> Any:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise MemoryError("no memory left")
-        return real(*args)
-
-    monkeypatch.setattr(quantized, "quantized", without_memory)
+    _without_memory(monkeypatch, 1)
     with pytest.raises(MemoryError, match="no memory left"):
         llm.weights_changed()  # while a request runs
     assert len(list(stream)[-1].outputs[0].token_ids) == 10

@@ -10,7 +10,7 @@ import torch
 
 import hf_paged
 from hf_paged import compat, errors, generation
-from hf_paged.config import CacheConfig
+from hf_paged.config import CacheConfig, parse_size
 from tests import zoo
 from tests.regressions.helpers import ids, paged, registered, stock
 
@@ -44,6 +44,13 @@ def test_a_bad_cache_config_is_named(options: dict[str, Any], message: str) -> N
         assert torch.equal(paged(model, prompt), stock(model, prompt))
     with pytest.raises(errors.ConfigError, match=message):
         hf_paged.PagedCache(model.config, cache_config=options)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2 kB", 2000), ("1.5g", 15 * 10**8), ("3TiB", 3 << 40), ("10PiB", 10 << 50)]
+)
+def test_sizes_as_text(text: str, size: int) -> None:
+    assert parse_size(text) == size
 
 
 def test_a_bad_register_changes_nothing() -> None:

@@ -246,7 +246,7 @@ HFP_INLINE void multiply_dots(
 // tile[r][0..31] of up to 32 rows. The panel comes from memory where it `begins`.
 __attribute__((noinline)) void multiply_as_they_are(
     const char* weights, int here, int64_t bytes, int rows, const char* a, int64_t stride, bool begins, float* tile) {
-    const int fours = rows % 4 == 1 ? rows - 1 : (rows + 3) / 4 * 4;  // rows and tiles have room up to 32
+    const int fours = rows % 4 == 3 ? rows + 1 : rows / 4 * 4;  // rows and tiles have room up to 32
     for (int first = 0; first < kPanel; first += HFP_W) {
         const char* next = weights + (kPanel + first) * bytes;  // in the order in which it lies
         for (int o = 0; o < HFP_W; o += HFP_W / 4) {
@@ -255,9 +255,13 @@ __attribute__((noinline)) void multiply_as_they_are(
                 multiply_dots<4>(weights, first + o, here, bytes, a + r * stride, stride, ahead, tile + r * kPanel);
             }
         }
-        for (int r = fours; r < rows; r++) {
-            const char* ahead = begins && r == 0 ? next : nullptr;
-            multiply_dots<1>(weights, first, here, bytes, a + r * stride, stride, ahead, tile + r * kPanel);
+        const char* rest = a + fours * stride;
+        if (rows - fours == 1) {
+            multiply_dots<1>(weights, first, here, bytes, rest, stride, begins && !fours ? next : nullptr, tile + fours * kPanel);
+        }
+        for (int o = 0; rows - fours == 2 && o < HFP_W; o += HFP_W / 2) {
+            const char* ahead = begins && !fours ? next + o * bytes : nullptr;
+            multiply_dots<2>(weights, first + o, here, bytes, rest, stride, ahead, tile + fours * kPanel);
         }
     }
 }
