@@ -36,12 +36,18 @@ HFP_INLINE void put(void* out, VF v) {
     uint16_t* to = static_cast<uint16_t*>(out);
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)v));
-#elif HFP_W == 16
+#elif HFP_W > 4
     const VI bits = as_int(v), odd = (bits >> 16) & splat_int(1);
     const VI rounded = (bits + splat_int(0x7fff) + odd) >> 16;
     const VI quiet = (bits >> 16) | splat_int(0x40);
     const VI chosen = v == v ? rounded : quiet;
+#if HFP_W == 16
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)chosen));
+#else
+    const __m256i words = (__m256i)(chosen & splat_int(0xffff));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+#endif
 #else
     for (int i = 0; i < HFP_W; i++) to[i] = float_to_bf16(v[i]);
 #endif

@@ -1,8 +1,8 @@
 // Products of few to many rows with packed weights (hfp_decoder.h), for the instruction set this file is compiled for.
 //
 // Every output is summed over k in one order, whatever the number of rows and threads, so a sequence gets the same bits
-// in any company. A tile of outputs lives in registers while its panel goes by once; the panel comes from memory for the
-// first tile of rows and from L2 for the others.
+// in any company. A tile of outputs lives in registers while its columns of a panel go by once; those come from memory for
+// the first tile of rows and from the caches for the others.
 #pragma once
 
 #include "hfp_decoder.h"
@@ -18,14 +18,10 @@ namespace {
 
 constexpr int kPanel = 32;
 constexpr int kVectors = kPanel / HFP_W;
-// rows of a tile: what the accumulators leave room for
-#if HFP_W == 16
-constexpr int kTile = 12;
-#elif HFP_W == 8
-constexpr int kTile = 3;
-#else
-constexpr int kTile = 2;
-#endif
+// Rows and vectors of a tile, by what room there is for sums in registers: with two vectors few loads feed many
+// products, with four a few rows have sums enough to hide how long each takes.
+constexpr int kTile = HFP_W == 16 ? 12 : 6;
+constexpr int kFew = HFP_W == 16 ? 0 : 3;
 constexpr int kAhead = 4096;  // bytes of a panel that are asked for before they are needed
 constexpr int kRowsAhead = 2048;  // and of rows that are tiled
 
@@ -51,12 +47,12 @@ HFP_INLINE void share(int64_t n, int t, int threads, int64_t* begin, int64_t* en
 }
 
 // What products multiply. I8 are rows in 8 bits with weights in 8 bits; I16 the same where the processor multiplies no
-// bytes, the panel having been widened.
+// bytes, rows and panel having been widened.
 enum Number { F32, BF16, I8, I16 };
 
 // Bytes of a number of a row.
 template <Number T>
-constexpr int kBytes = T == F32 ? 4 : T == BF16 ? 2 : 1;
+constexpr int kBytes = T == F32 ? 4 : T == I8 ? 1 : 2;
 // Numbers of a panel's depth that 64 bytes hold: panels and rows are whole multiples of it, but for F32.
 template <Number T>
 constexpr int kDepth = T == F32 ? 32 : 64 / kBytes<T>;
@@ -73,6 +69,16 @@ constexpr int kRowOffset = 128;  // vpdpbusd multiplies unsigned bytes with sign
 constexpr Number kBytesAs = I16;
 constexpr int kRowOffset = 0;
 #endif
+
+// What rows are multiplied as: where the processor multiplies no pairs of BF16, their numbers are widened once instead of
+// in every product.
+#if defined(__AVX512BF16__)
+constexpr Number kPairsAs = BF16;
+#else
+constexpr Number kPairsAs = F32;
+#endif
+template <Number T>
+constexpr Number kRowsAs = T == BF16 ? kPairsAs : T == I8 ? kBytesAs : T;
 
 template <Number T>
 HFP_INLINE int64_t panel_bytes(int k) {
@@ -132,60 +138,94 @@ HFP_INLINE VF add_products(VF sum, Dwords x, Dwords w) {
 #endif
 }
 
-// tile[r][0..31] of ROWS rows of `a` (`stride` bytes apart) with one panel; int32 for I8 and I16.
-template <Number T, int ROWS>
-HFP_INLINE void multiply(const char* panel, int k, const char* a, int64_t stride, float* tile) {
-    VF acc[ROWS][kVectors];
-    HFP_UNROLL for (int r = 0; r < ROWS; r++) HFP_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = VF{};
+// Columns [column, column + VECTORS * W) of tile[r] of ROWS rows of `a` (`stride` bytes apart, of kRowsAs<T>) with one
+// panel, which comes from memory where it BEGINS; int32 for I8 and I16.
+template <Number T, int ROWS, int VECTORS, bool BEGINS>
+HFP_INLINE void multiply(const char* panel, int column, int k, const char* a, int64_t stride, float* tile) {
+    constexpr int kLines = (VECTORS * HFP_W + 15) / 16;
+    VF acc[ROWS][VECTORS];
+    HFP_UNROLL for (int r = 0; r < ROWS; r++) HFP_UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = VF{};
     if (T == F32) {
         for (int i = 0; i < k; i++) {
-            const float* w = reinterpret_cast<const float*>(panel) + static_cast<int64_t>(i) * kPanel;
-            prefetch<false>(reinterpret_cast<const char*>(w) + kAhead);
-            prefetch<false>(reinterpret_cast<const char*>(w) + kAhead + 64);
-            VF b[kVectors];
-            HFP_UNROLL for (int v = 0; v < kVectors; v++) b[v] = in_register(load(w + v * HFP_W));
+            const float* w = reinterpret_cast<const float*>(panel) + static_cast<int64_t>(i) * kPanel + column;
+            if (BEGINS) {
+                for (int line = 0; line < kLines; line++) prefetch<false>(reinterpret_cast<const char*>(w) + kAhead + 64 * line);
+            }
+            VF b[VECTORS];
+            HFP_UNROLL for (int v = 0; v < VECTORS; v++) b[v] = in_register(load(w + v * HFP_W));
             HFP_UNROLL for (int r = 0; r < ROWS; r++) {
                 float number;
                 memcpy(&number, a + r * stride + i * 4, 4);
                 const VF x = splat(number);
-                HFP_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = fma(x, b[v], acc[r][v]);
+                HFP_UNROLL for (int v = 0; v < VECTORS; v++) fma_into(acc[r][v], x, b[v]);
             }
         }
     } else {
-        const int dwords = static_cast<int>(round_up(k, kDepth<T>) * (T == I16 ? 2 : kBytes<T>) / 4);
-        for (int i = 0; i < dwords; i++) {
-            const char* w = panel + static_cast<int64_t>(i / 16) * 2048 + i % 16 * 64;
-            prefetch<false>(w + kAhead);
-            prefetch<false>(w + kAhead + 1024);
-            Dwords b[kVectors];
-            HFP_UNROLL for (int v = 0; v < kVectors; v++) b[v] = (Dwords)load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4);
-            HFP_UNROLL for (int r = 0; r < ROWS; r++) {
-                int32_t dword;
-                if (T == I16) {
-                    int8_t pair[2];
-                    memcpy(pair, a + r * stride + 2 * i, 2);
-                    dword = static_cast<int32_t>(static_cast<uint16_t>(pair[0]) | static_cast<uint32_t>(pair[1]) << 16);
-                } else {
-                    memcpy(&dword, a + r * stride + 4 * i, 4);
+        const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
+        constexpr int kDwords = T == BF16 && kRowsAs<T> == F32 ? 2 : 1;  // of a row that one of a panel is multiplied with
+        const char* w = panel + column / 16 * 1024 + column % 16 * 4;
+        const char* const end = w + round_up(k, kDepth<T>) * kBytes<T> * kPanel;
+        for (; w < end; w += 1024) {
+            for (int i = 0; i < 16; i++, w += 64, a += 4 * kDwords) {
+                if (BEGINS) {
+                    for (int line = 0; line < kLines; line++) prefetch<false>(w + kAhead + 1024 * line);
                 }
-                const Dwords x = (Dwords)splat_int(dword);
-                HFP_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = add_products<T>(acc[r][v], x, b[v]);
+                HFP_UNROLL for (int which = 0; which < kDwords; which++) {
+                    Dwords b[VECTORS];
+                    HFP_UNROLL for (int v = 0; v < VECTORS; v++) {
+                        const VI x = load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4);
+                        b[v] = (Dwords)(kDwords == 1 ? x : which ? x & high : x << 16);
+                    }
+                    HFP_UNROLL for (int r = 0; r < ROWS; r++) {
+                        int32_t dword;
+                        memcpy(&dword, a + r * stride + 4 * which, 4);
+                        const Dwords x = (Dwords)splat_int(dword);
+                        HFP_UNROLL for (int v = 0; v < VECTORS; v++) {
+                            if (kDwords > 1) {
+                                fma_into(acc[r][v], (VF)x, (VF)b[v]);
+                            } else {
+                                acc[r][v] = add_products<T>(acc[r][v], x, b[v]);
+                            }
+                        }
+                    }
+                }
             }
         }
     }
-    HFP_UNROLL for (int r = 0; r < ROWS; r++) HFP_UNROLL for (int v = 0; v < kVectors; v++) store(tile + r * kPanel + v * HFP_W, acc[r][v]);
+    HFP_UNROLL for (int r = 0; r < ROWS; r++) {
+        HFP_UNROLL for (int v = 0; v < VECTORS; v++) store(tile + r * kPanel + column + v * HFP_W, acc[r][v]);
+    }
 }
 
-template <Number T, int ROWS>
-HFP_INLINE void multiply_up_to(int rows, const char* panel, int k, const char* a, int64_t stride, float* tile) {
-    if (rows == ROWS) return multiply<T, ROWS>(panel, k, a, stride, tile);
-    if constexpr (ROWS > 1) multiply_up_to<T, ROWS - 1>(rows, panel, k, a, stride, tile);
+template <Number T, int LEAST, int ROWS, int VECTORS, bool BEGINS>
+HFP_INLINE void multiply_up_to(int rows, const char* panel, int column, int k, const char* a, int64_t stride, float* tile) {
+    if (rows == ROWS) return multiply<T, ROWS, VECTORS, BEGINS>(panel, column, k, a, stride, tile);
+    if constexpr (ROWS > LEAST) multiply_up_to<T, LEAST, ROWS - 1, VECTORS, BEGINS>(rows, panel, column, k, a, stride, tile);
 }
 
-// Out of line: products differ in what they do with a tile, and this is most of the code.
-template <Number T>
+// tile[r][0..31] of up to 32 rows, in tiles of about the same number of them. Out of line: products differ in what they
+// do with a tile, and this is most of the code.
+template <Number T, bool BEGINS>
 __attribute__((noinline)) void multiply_rows(int rows, const char* panel, int k, const char* a, int64_t stride, float* tile) {
-    multiply_up_to<T, kTile>(rows, panel, k, a, stride, tile);
+    if constexpr (kFew > 0) {
+        for (int column = 0; rows <= kFew && column < kPanel; column += 4 * HFP_W) {
+            multiply_up_to<T, 1, kFew, 4, BEGINS>(rows, panel, column, k, a, stride, tile);
+        }
+        if (rows <= kFew) return;
+    }
+    const int tiles = (rows + kTile - 1) / kTile;
+    for (int column = 0; column < kPanel; column += 2 * HFP_W) {
+        for (int i = 0; i < tiles; i++) {
+            const int first = rows * i / tiles, here = rows * (i + 1) / tiles - first;
+            const char* from = a + first * stride;
+            float* to = tile + first * kPanel;
+            if (BEGINS && i == 0) {
+                multiply_up_to<T, kFew ? kFew : 1, kTile, 2, true>(here, panel, column, k, from, stride, to);
+            } else {
+                multiply_up_to<T, kFew ? kFew : 1, kTile, 2, false>(here, panel, column, k, from, stride, to);
+            }
+        }
+    }
 }
 
 // A panel of bytes as one of T.
@@ -426,9 +466,30 @@ HFP_INLINE Rows to_tiles(const Rows& from, int64_t rows, int64_t k, char* memory
     return to;
 }
 
-thread_local Scratch tls_tiles;
-constexpr int64_t kMostKept = 16 << 20;
 #endif
+
+// Copies of rows in the numbers that they are multiplied as.
+template <Number T>
+HFP_INLINE Rows widened(const Rows& from, int64_t rows, int64_t k, char* memory, int num_threads) {
+    const Rows to = {memory, round_up(k, kDepth<T>), false, from.scales};
+    parallel(num_threads, rows * k > (64 << 10), [&](int t, int threads) {
+        int64_t first, last;
+        share(rows, t, threads, &first, &last);
+        for (int64_t r = first; r < last; r++) {
+            const char* in = place<T>(from, r, 0);
+            char* out = place<kRowsAs<T>>(to, r, 0);
+            if (T == BF16) {
+                for (int64_t i = 0; i < to.ld; i += HFP_W) store(reinterpret_cast<float*>(out) + i, as_float(load_u16(in + 2 * i) << 16));
+            } else {
+                for (int64_t i = 0; i < to.ld; i++) reinterpret_cast<int16_t*>(out)[i] = reinterpret_cast<const int8_t*>(in)[i];
+            }
+        }
+    });
+    return to;
+}
+
+thread_local Scratch tls_rows;
+constexpr int64_t kMostKept = 16 << 20;
 
 // Calls finish(row, rows, p, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to a
 // multiple of their depth. `made` is memory for a copy of the panel where one is multiplied instead. `as_tile` makes of
@@ -479,11 +540,16 @@ HFP_INLINE void multiply_panel(
         finish(at, here, p, as_tile(at, tile));
     }
 #endif
-    while (!kInTiles<T> && at < bottom) {
-        const int here = static_cast<int>(bottom - at < kTile ? bottom - at : kTile);
-        multiply_rows<kKind>(here, panel, k, place<T>(a, at, 0), a.ld * kBytes<T>, tile);
+    for (; !kInTiles<T> && at < bottom; at += kPanel) {
+        const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
+        const char* from = place<kRowsAs<T>>(a, at, 0);
+        const int64_t stride = a.ld * kBytes<kRowsAs<T>>;
+        if (at == top && !made) {  // later rows find the panel in the cache
+            multiply_rows<kKind, true>(here, panel, k, from, stride, tile);
+        } else {
+            multiply_rows<kKind, false>(here, panel, k, from, stride, tile);
+        }
         finish(at, here, p, as_tile(at, tile));
-        at += here;
     }
 }
 
@@ -515,14 +581,20 @@ template <Number T, class Finish>
 HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_threads, const Finish& finish) {
     const int k = linear->k;
     const int64_t panels = round_up(linear->n, kPanel) / kPanel;
+    constexpr bool kWidens = kRowsAs<T> != T;
+    if (kWidens && !linear->as_they_are) {
+        char* memory = reserve(&tls_rows, rows * round_up(k, kDepth<T>) * kBytes<kRowsAs<T>>);
+        if (!memory) return HFP_NO_MEMORY;
+        a = widened<T>(a, rows, k, memory, num_threads);
+    }
 #if HFP_USE_AMX
     if (T == BF16 && linear->as_they_are) {
-        char* memory = reserve(&tls_tiles, round_up(rows, 16) * k * 2);
+        char* memory = reserve(&tls_rows, round_up(rows, 16) * k * 2);
         if (!memory) return HFP_NO_MEMORY;
         a = turned(a, rows, memory);
     } else if (T == BF16 && rows > kPanel && !a.tiled) {
         // worth it where rows are read again for many panels; without the memory rows are read where they are
-        char* memory = reserve(&tls_tiles, round_up(rows, kPanel) * round_up(k, 32) * 2);
+        char* memory = reserve(&tls_rows, round_up(rows, kPanel) * round_up(k, 32) * 2);
         if (memory) a = to_tiles(a, rows, k, memory, num_threads);
     }
 #endif
@@ -569,9 +641,7 @@ HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_t
         if (kInTiles<T>) _tile_release();
 #endif
     });
-#if HFP_USE_AMX
-    release_above(&tls_tiles, kMostKept);
-#endif
+    release_above(&tls_rows, kMostKept);
     return status;
 }
 

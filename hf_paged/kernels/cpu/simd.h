@@ -60,6 +60,16 @@ HFP_INLINE VF fma(VF a, VF b, VF c) {
 #endif
 }
 
+// sum = fma(a, b, sum) that stays in its register: where sums fill most of them, compilers let them wander, and put some
+// into memory.
+HFP_INLINE void fma_into(VF& sum, VF a, VF b) {
+#if HFP_W == 8
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+    sum = fma(a, b, sum);
+#endif
+}
+
 HFP_INLINE VF vmax(VF a, VF b) {
 #if HFP_W == 16
     return _mm512_max_ps(a, b);
