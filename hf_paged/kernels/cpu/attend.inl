@@ -50,12 +50,19 @@ constexpr float kLog2e = 1.4426950408889634f;
 const float kMinusInf = -__builtin_inff();
 
 #if HFP_W == 16
-constexpr int kStrip = 6, kMaxGroups = 4, kMaxCols = 4;
+constexpr int kStrip = 6;
 #elif HFP_W == 8
-constexpr int kStrip = 6, kMaxGroups = 1, kMaxCols = 2;
+constexpr int kStrip = 6;
 #else
-constexpr int kStrip = 2, kMaxGroups = 1, kMaxCols = 2;
+constexpr int kStrip = 2;
 #endif
+
+// Groups of keys, and vectors of columns, that a strip of M rows takes at once: as many as there are registers for sums,
+// since few sums wait for each other.
+template <int M>
+constexpr int kMaxGroups = HFP_W == 16 ? 4 : HFP_W == 8 && M <= 3 ? 2 : 1;
+template <int M>
+constexpr int kMaxCols = HFP_W == 16 ? 4 : HFP_W == 8 && M <= 3 ? 4 : 2;
 
 HFP_INLINE int imin(int a, int b) { return a < b ? a : b; }
 HFP_INLINE int imax(int a, int b) { return a > b ? a : b; }
@@ -135,6 +142,22 @@ HFP_INLINE void store_out(char* out, int64_t index, float x) {
 
 // ---------------------------------------------------------------------------------------------- micro kernels
 
+// sums[m][n] += rows[m][0] * the first numbers of pairs of bfloat16 + rows[m][1] * the second ones.
+template <int M, int NV>
+HFP_INLINE void add_pairs(VF (&sums)[M][NV], const VI (&pairs)[NV], const float* rows, int64_t ld) {
+    const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
+    VF first[NV], second[NV];
+    HFP_UNROLL for (int n = 0; n < NV; n++) {
+        first[n] = as_float(pairs[n] << 16);
+        second[n] = as_float(pairs[n] & high);
+    }
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        const VF a0 = in_register(splat(rows[m * ld])), a1 = in_register(splat(rows[m * ld + 1]));
+        HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(sums[m][n], a0, first[n]);
+        HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(sums[m][n], a1, second[n]);
+    }
+}
+
 // S[m][16 g + lane] = sum_d Q[m][d] K[g][d][lane] for M rows and NG groups of 16 keys.
 template <class T, int M, int NG>
 void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, const char* const* ahead, int dk, float* s) {
@@ -164,23 +187,15 @@ void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, 
         }
 #endif
         if constexpr (T::kPaired && !T::kDot) {
-            VF low[NV], high[NV];
-            HFP_UNROLL for (int n = 0; n < NV; n++) {
-                const VI pair = in_register(load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4));
-                low[n] = as_float(pair << 16);
-                high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
-            }
-            HFP_UNROLL for (int m = 0; m < M; m++) {
-                const VF a0 = in_register(splat(q[m * ldq + d])), a1 = in_register(splat(q[m * ldq + d + 1]));
-                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a0, low[n], acc[m][n]);
-                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], acc[m][n]);
-            }
+            VI pairs[NV];
+            HFP_UNROLL for (int n = 0; n < NV; n++) pairs[n] = in_register(load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4));
+            add_pairs<M, NV>(acc, pairs, q + d, ldq);
         } else if constexpr (!T::kPaired) {
             VF b[NV];
             HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(kp[n / PER] + row + (n % PER) * HFP_W * T::kSize);
             HFP_UNROLL for (int m = 0; m < M; m++) {
                 const VF a = splat(q[m * ldq + d]);
-                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a, b[n], acc[m][n]);
+                HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(acc[m][n], a, b[n]);
             }
         }
     }
@@ -221,23 +236,15 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
             }
 #endif
             if constexpr (T::kPaired && !T::kDot) {
-                VF low[NV], high[NV];
-                HFP_UNROLL for (int n = 0; n < NV; n++) {
-                    const VI pair = in_register(load_int(row + n * HFP_W * 4));
-                    low[n] = as_float(pair << 16);
-                    high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
-                }
-                HFP_UNROLL for (int m = 0; m < M; m++) {
-                    const VF a0 = in_register(splat(weight[m * kMaxChunk + t])), a1 = in_register(splat(weight[m * kMaxChunk + t + 1]));
-                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a0, low[n], acc[m][n]);
-                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a1, high[n], acc[m][n]);
-                }
+                VI pairs[NV];
+                HFP_UNROLL for (int n = 0; n < NV; n++) pairs[n] = in_register(load_int(row + n * HFP_W * 4));
+                add_pairs<M, NV>(acc, pairs, weight + t, kMaxChunk);
             } else if constexpr (!T::kPaired) {
                 VF b[NV];
                 HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(row + n * HFP_W * T::kSize);
                 HFP_UNROLL for (int m = 0; m < M; m++) {
                     const VF a = splat(weight[m * kMaxChunk + t]);
-                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = fma(a, b[n], acc[m][n]);
+                    HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(acc[m][n], a, b[n]);
                 }
             }
         }
@@ -346,8 +353,8 @@ void score_rows(const typename T::Query* q, int64_t ldq, const char* const* k, c
         return;
     }
 #endif
-    for (int g = 0; g < num_groups; g += kMaxGroups) {
-        score_strip<T, M, kMaxGroups>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
+    for (int g = 0; g < num_groups; g += kMaxGroups<M>) {
+        score_strip<T, M, kMaxGroups<M>>(q, ldq, k + g, ahead + g, dk, s + g * kGroup);
     }
 }
 
@@ -365,10 +372,10 @@ void value_rows(const typename T::Weight* p, const char* const* v, const char* c
         return;
     }
 #endif
-    for (; c + kMaxCols * HFP_W <= dvp; c += kMaxCols * HFP_W) {
-        value_strip<T, M, kMaxCols>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
+    for (; c + kMaxCols<M> * HFP_W <= dvp; c += kMaxCols<M> * HFP_W) {
+        value_strip<T, M, kMaxCols<M>>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
     }
-    if (kMaxCols > 2 && dvp - c >= 2 * HFP_W) {
+    if (kMaxCols<M> > 2 && dvp - c >= 2 * HFP_W) {
         value_strip<T, M, 2>(p, v, ahead, num_groups, dvp, c, alpha, o + c);
         c += 2 * HFP_W;
     }
