@@ -142,21 +142,48 @@ HFP_INLINE void store_out(char* out, int64_t index, float x) {
 
 // ---------------------------------------------------------------------------------------------- micro kernels
 
-// sums[m][n] += rows[m][0] * the first numbers of pairs of bfloat16 + rows[m][1] * the second ones.
-template <int M, int NV>
-HFP_INLINE void add_pairs(VF (&sums)[M][NV], const VI (&pairs)[NV], const float* rows, int64_t ld) {
+// sums[m][n] += rows[m][0] * the first numbers of pairs(n), pairs of bfloat16, + rows[m][1] * the second ones.
+template <int M, int NV, class Pairs>
+HFP_INLINE void add_pairs(VF (&sums)[M][NV], const float* rows, int64_t ld, const Pairs& pairs) {
     const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
+#if HFP_W == 16
     VF first[NV], second[NV];
     HFP_UNROLL for (int n = 0; n < NV; n++) {
-        first[n] = as_float(pairs[n] << 16);
-        second[n] = as_float(pairs[n] & high);
+        const VI both = in_register(pairs(n));
+        first[n] = as_float(both << 16);
+        second[n] = as_float(both & high);
     }
     HFP_UNROLL for (int m = 0; m < M; m++) {
         const VF a0 = in_register(splat(rows[m * ld])), a1 = in_register(splat(rows[m * ld + 1]));
-        HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(sums[m][n], a0, first[n]);
-        HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(sums[m][n], a1, second[n]);
+        HFP_UNROLL for (int n = 0; n < NV; n++) sums[m][n] = fma(a0, first[n], sums[m][n]);
+        HFP_UNROLL for (int n = 0; n < NV; n++) sums[m][n] = fma(a1, second[n], sums[m][n]);
     }
+#else
+    // Sums take most registers: the first numbers of all, then the second ones, which are loaded again.
+    HFP_UNROLL for (int which = 0; which < 2; which++) {
+        if (which) __asm__ volatile("" ::: "memory");
+        if (M < NV) {
+            VF a[M];
+            HFP_UNROLL for (int m = 0; m < M; m++) a[m] = splat(rows[m * ld + which]);
+            HFP_UNROLL for (int n = 0; n < NV; n++) {
+                const VF x = as_float(which ? pairs(n) & high : pairs(n) << 16);
+                HFP_UNROLL for (int m = 0; m < M; m++) fma_into(sums[m][n], a[m], x);
+            }
+        } else {
+            VF x[NV];
+            HFP_UNROLL for (int n = 0; n < NV; n++) x[n] = as_float(which ? pairs(n) & high : pairs(n) << 16);
+            HFP_UNROLL for (int m = 0; m < M; m++) {
+                const VF a = splat(rows[m * ld + which]);
+                HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(sums[m][n], a, x[n]);
+            }
+        }
+    }
+#endif
 }
+
+// Byte `at` of groups of `bytes` each, one behind the other. What comes next from memory is asked for in this order,
+// whatever the order in which it is read: memory gives strided lines at two thirds of the rate.
+HFP_INLINE const char* in_order(const char* const* groups, int64_t bytes, int64_t at) { return groups[at / bytes] + at % bytes; }
 
 // S[m][16 g + lane] = sum_d Q[m][d] K[g][d][lane] for M rows and NG groups of 16 keys.
 template <class T, int M, int NG>
@@ -168,34 +195,35 @@ void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, 
     }
     const char* kp[NG];
     HFP_UNROLL for (int g = 0; g < NG; g++) kp[g] = k[g];
-    const int step = T::kPaired ? 2 : 1;
-    for (int d = 0; d < dk; d += step) {
-        constexpr int row_bytes = T::kPaired ? 64 : kGroup * T::kSize;
-        const int64_t row = static_cast<int64_t>(T::kPaired ? d / 2 : d) * row_bytes;
-        HFP_UNROLL for (int g = 0; g < NG; g++) prefetch<false>(ahead[g] + row);
+    constexpr int kStep = T::kPaired ? 2 : 1, kRowBytes = T::kPaired ? 64 : kGroup * T::kSize;
+    for (int part = 0; part < NG; part++) {  // of the dimensions, while this group is asked for
+        const char* next = ahead[part];
+        const int end = dk * (part + 1) / NG;
+        for (int d = dk * part / NG; d < end; d += kStep, next += NG * kRowBytes) {
+            const int64_t row = static_cast<int64_t>(d / kStep) * kRowBytes;
+            HFP_UNROLL for (int x = 0; x < NG * kRowBytes; x += 64) prefetch<false>(next + x);
 #if HFP_BF16_DOT
-        if constexpr (T::kDot) {
-            __m512bh b[NV];
-            HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = (__m512bh)load_int(kp[n] + row);
-            HFP_UNROLL for (int m = 0; m < M; m++) {
-                int32_t pair;
-                memcpy(&pair, q + m * ldq + d, 4);
-                const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
-                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+            if constexpr (T::kDot) {
+                __m512bh b[NV];
+                HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = (__m512bh)load_int(kp[n] + row);
+                HFP_UNROLL for (int m = 0; m < M; m++) {
+                    int32_t pair;
+                    memcpy(&pair, q + m * ldq + d, 4);
+                    const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+                }
+                continue;
             }
-            continue;
-        }
 #endif
-        if constexpr (T::kPaired && !T::kDot) {
-            VI pairs[NV];
-            HFP_UNROLL for (int n = 0; n < NV; n++) pairs[n] = in_register(load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4));
-            add_pairs<M, NV>(acc, pairs, q + d, ldq);
-        } else if constexpr (!T::kPaired) {
-            VF b[NV];
-            HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(kp[n / PER] + row + (n % PER) * HFP_W * T::kSize);
-            HFP_UNROLL for (int m = 0; m < M; m++) {
-                const VF a = splat(q[m * ldq + d]);
-                HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(acc[m][n], a, b[n]);
+            if constexpr (T::kPaired && !T::kDot) {
+                add_pairs<M, NV>(acc, q + d, ldq, [&](int n) HFP_INLINE_LAMBDA { return load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4); });
+            } else if constexpr (!T::kPaired) {
+                VF b[NV];
+                HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(kp[n / PER] + row + (n % PER) * HFP_W * T::kSize);
+                HFP_UNROLL for (int m = 0; m < M; m++) {
+                    const VF a = splat(q[m * ldq + d]);
+                    HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(acc[m][n], a, b[n]);
+                }
             }
         }
     }
@@ -213,15 +241,14 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
         const VF a = splat(alpha[m]);
         HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = a * load(o + m * dvp + n * HFP_W);
     }
-    constexpr int lane_bytes = T::kPaired ? 4 : T::kSize;
+    constexpr int lane_bytes = T::kPaired ? 4 : T::kSize, kRows = T::kPaired ? kGroup / 2 : kGroup, kWide = NV * HFP_W * lane_bytes;
     const int64_t row_bytes = static_cast<int64_t>(dvp) * lane_bytes;
     for (int g = 0; g < num_groups; g++) {
         const char* row = v[g] + static_cast<int64_t>(c0) * lane_bytes;
-        const char* next = ahead[g] + static_cast<int64_t>(c0) * lane_bytes;
+        const char* next = in_order(ahead, row_bytes * kRows, static_cast<int64_t>(c0) * lane_bytes * kRows * num_groups + g * kRows * kWide);
         const typename T::Weight* weight = p + g * kGroup;
-        for (int t = 0; t < kGroup; t += T::kPaired ? 2 : 1, row += row_bytes) {
-            HFP_UNROLL for (int x = 0; x < NV * HFP_W * lane_bytes; x += 64) prefetch<false>(next + x);
-            next += row_bytes;
+        for (int t = 0; t < kGroup; t += T::kPaired ? 2 : 1, row += row_bytes, next += kWide) {
+            HFP_UNROLL for (int x = 0; x < kWide; x += 64) prefetch<false>(next + x);
 #if HFP_BF16_DOT
             if constexpr (T::kDot) {
                 __m512bh b[NV];
@@ -236,9 +263,7 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
             }
 #endif
             if constexpr (T::kPaired && !T::kDot) {
-                VI pairs[NV];
-                HFP_UNROLL for (int n = 0; n < NV; n++) pairs[n] = in_register(load_int(row + n * HFP_W * 4));
-                add_pairs<M, NV>(acc, pairs, weight + t, kMaxChunk);
+                add_pairs<M, NV>(acc, weight + t, kMaxChunk, [&](int n) HFP_INLINE_LAMBDA { return load_int(row + n * HFP_W * 4); });
             } else if constexpr (!T::kPaired) {
                 VF b[NV];
                 HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(row + n * HFP_W * T::kSize);
@@ -267,21 +292,19 @@ void score_strip_as_tile(const float* q, int64_t ldq, const char* const* k, cons
         HFP_UNROLL for (int n = 0; n < NG; n++) acc[m][n] = VF{};
     }
     const char* kp[NG];
-    const char* next[NG];
-    HFP_UNROLL for (int n = 0; n < NG; n++) {
-        kp[n] = k[n];
-        next[n] = ahead[n];
-    }
+    HFP_UNROLL for (int n = 0; n < NG; n++) kp[n] = k[n];
     for (int d0 = 0; d0 < dk; d0 += kTileDims) {
         VF even[M][NG], odd[M][NG];
         HFP_UNROLL for (int m = 0; m < M; m++) {
             HFP_UNROLL for (int n = 0; n < NG; n++) even[m][n] = odd[m][n] = VF{};
         }
-        for (int d = d0; d < d0 + kTileDims; d += 2) {
+        const char* next = nullptr;
+        for (int d = d0; d < d0 + kTileDims; d += 2, next += NG * 64) {
             const int64_t row = static_cast<int64_t>(d) * 32;
+            if (d % (kTileDims / NG) == 0) next = in_order(ahead, static_cast<int64_t>(dk) * 32, row * NG);
             VF low[NG], high[NG];
             HFP_UNROLL for (int n = 0; n < NG; n++) {
-                prefetch<false>(next[n] + row);
+                prefetch<false>(next + n * 64);
                 const VI pair = in_register(load_int(kp[n] + row));
                 low[n] = as_float(pair << 16);
                 high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
@@ -312,13 +335,13 @@ void value_strip_as_tile(const float* p, const char* const* v, const char* const
     const int64_t row_bytes = static_cast<int64_t>(dvp) * 4;
     for (int g = 0; g < num_groups; g++) {
         const char* row = v[g] + static_cast<int64_t>(c0) * 4;
-        const char* next = ahead[g] + static_cast<int64_t>(c0) * 4;
+        const char* next = in_order(ahead, row_bytes * (kGroup / 2), static_cast<int64_t>(c0) * 4 * (kGroup / 2) * num_groups + g * (kGroup / 2) * NV * 64);
         const float* weight = p + g * kGroup;
         VF even[M][NV], odd[M][NV];
         HFP_UNROLL for (int m = 0; m < M; m++) {
             HFP_UNROLL for (int n = 0; n < NV; n++) even[m][n] = odd[m][n] = VF{};
         }
-        for (int t = 0; t < kGroup; t += 2, row += row_bytes, next += row_bytes) {
+        for (int t = 0; t < kGroup; t += 2, row += row_bytes, next += NV * 64) {
             VF low[NV], high[NV];
             HFP_UNROLL for (int n = 0; n < NV; n++) {
                 prefetch<false>(next + n * 64);
@@ -908,7 +931,7 @@ HFP_INLINE void amx_value_columns(const uint16_t* p, const char* const* v, const
     }
     for (int g = 0; g < num_groups; g++) {
         const char* b = v[g] + c0 * 4;
-        const char* next = ahead[g] + c0 * 4;
+        const char* next = in_order(ahead, stride * 8, static_cast<int64_t>(c0) * 4 * 8 * num_groups + g * 8 * TILES * 64);
         _tile_loadd(5, p + g * kGroup, kMaxChunk * 2);
         _tile_loadd(7, b, stride);
         _tile_dpbf16ps(0, 5, 7);
@@ -920,9 +943,7 @@ HFP_INLINE void amx_value_columns(const uint16_t* p, const char* const* v, const
             _tile_loadd(7, b + 192, stride);
             _tile_dpbf16ps(3, 5, 7);
         }
-        for (int pair = 0; pair < 8; pair++) {
-            HFP_UNROLL for (int x = 0; x < TILES; x++) prefetch<false>(next + pair * stride + x * 64);
-        }
+        for (int line = 0; line < 8 * TILES; line++) prefetch<false>(next + line * 64);
     }
     _tile_stored(0, o + c0, stride);
     _tile_stored(1, o + c0 + 16, stride);
