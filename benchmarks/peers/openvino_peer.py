@@ -1,8 +1,9 @@
 """Peer: OpenVINO GenAI's continuous batching on CPU; ``make bench-peers`` installs it.
 
-The model is exported once, in fp32; inference and keys and values are in the dtype under test, dynamic quantisation is
-off. Prefix caching is on, and the pipeline is made anew to forget prefixes. It finds a prefix only after a request that
-has it finished, so where all requests share one, the first is given alone.
+The model is exported once, in fp32; inference and keys and values are in the dtype under test, or in fp32 where the
+processor has no instructions for it; dynamic quantisation is off. Prefix caching is on, and the pipeline is made anew
+to forget prefixes. It finds a prefix only after a request that has it finished, so where all requests share one, the
+first is given alone.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class OpenVinoPeer(Peer):
         scheduler.enable_prefix_caching = True
         scheduler.max_num_seqs = max(scheduler.max_num_seqs, self.job.max_seqs)
         scheduler.num_kv_blocks = -(-self.job.kv_tokens // _BLOCK) + 2 * self.job.max_seqs
+        precision = _PRECISION[self.job.dtype]
+        if precision.upper() not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            print(f"openvino: no {precision} on this processor, running in f32", file=sys.stderr)
+            precision = "f32"
         properties = {
             "INFERENCE_NUM_THREADS": self.job.threads,
-            "INFERENCE_PRECISION_HINT": _PRECISION[self.job.dtype],
-            "KV_CACHE_PRECISION": _PRECISION[self.job.dtype],
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         }
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(

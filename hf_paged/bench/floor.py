@@ -2,7 +2,8 @@
 
 Owns the arithmetic; the rates are measured by ``adapters/machine_rates`` in the same run. With
 
-    R = the fastest of the measured matrix products, in operations a second (a multiply and an add are two)
+    R = the fastest of the measured matrix products, in operations a second (a multiply and an add are two), in the
+        dtype under test or in float32
     B = the fastest of the measured reads of memory, in bytes a second
 
 a piece of work takes at least ``max(operations / R, bytes / B)``, as if computing and reading overlapped without loss.

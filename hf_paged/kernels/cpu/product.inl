@@ -25,6 +25,8 @@ constexpr int kFew = HFP_W == 16 ? 0 : 3;
 constexpr int kAhead = 4096;  // bytes of a panel that are asked for before they are needed
 constexpr int kRowsAhead = 2048;  // and of rows that are tiled
 
+constexpr int kManyRows = 48;  // it is worth it to make a copy of a panel in floats for
+
 // Runs body(thread, threads), with one thread where there is little to do.
 template <class Body>
 HFP_INLINE void parallel(int num_threads, bool worth, const Body& body) {
@@ -255,6 +257,22 @@ __attribute__((noinline)) void widen(const char* panel, int k, char* out) {
                 const VI up = T == BF16 ? as_int(f[2 * j + 1]) : x[2 * j + 1] << 16;
                 store(reinterpret_cast<float*>(pairs + half * 1024 + j * 64 + at), as_float((low & ~high) | (up & high)));
             }
+        }
+    }
+}
+
+// `numbers` of a panel of BF16, an even number, as floats.
+__attribute__((noinline)) void widen_pairs(const char* panel, int64_t numbers, char* out) {
+    const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
+    for (int64_t i = 0; i < numbers / 2; i++) {
+        const char* from = panel + i / 16 * 2048 + i % 16 * 64;
+        prefetch<false>(from + kAhead);
+        prefetch<false>(from + kAhead + 1024);
+        float* first = reinterpret_cast<float*>(out) + 2 * i * kPanel;
+        HFP_UNROLL for (int column = 0; column < kPanel; column += HFP_W) {
+            const VI pairs = load_int(from + column / 16 * 1024 + column % 16 * 4);
+            store(first + column, as_float(pairs << 16));
+            store(first + kPanel + column, as_float(pairs & high));
         }
     }
 }
@@ -522,8 +540,13 @@ HFP_INLINE void multiply_panel(
         }
         return;
     }
+    constexpr bool kFloats = T == BF16 && kRowsAs<T> == F32;
     if (made) {
-        widen<kKind>(panel, k, made);
+        if (linear->scale) {
+            widen<kFloats ? F32 : kKind>(panel, k, made);
+        } else if (kFloats) {
+            widen_pairs(panel, a.ld, made);
+        }
         panel = made;
     }
     int64_t at = top;
@@ -544,7 +567,9 @@ HFP_INLINE void multiply_panel(
         const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
         const char* from = place<kRowsAs<T>>(a, at, 0);
         const int64_t stride = a.ld * kBytes<kRowsAs<T>>;
-        if (at == top && !made) {  // later rows find the panel in the cache
+        if (kFloats && made) {
+            multiply_rows<F32, false>(here, panel, static_cast<int>(a.ld), from, stride, tile);
+        } else if (at == top && !made) {  // later rows find the panel in the cache
             multiply_rows<kKind, true>(here, panel, k, from, stride, tile);
         } else {
             multiply_rows<kKind, false>(here, panel, k, from, stride, tile);
@@ -612,12 +637,14 @@ HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_t
         range.top *= kPanel;
         range.bottom = range.bottom * kPanel < rows ? range.bottom * kPanel : rows;
     }
-    const bool makes = (HFP_USE_AMX && linear->as_they_are) || (linear->scale && (T != I8 || kBytesAs != I8));
+    constexpr bool kFloats = T == BF16 && kRowsAs<T> == F32;
+    const bool makes = (HFP_USE_AMX && linear->as_they_are) || (linear->scale && (T != I8 || kBytesAs != I8)) ||
+                       (kFloats && !linear->as_they_are && rows >= kManyRows * groups);
     int status = HFP_OK;
     parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int) {
         char* made = nullptr;
         if (makes) {
-            made = reserve(&tls_made, round_up(k, 64) * kPanel * (T == F32 ? 4 : 2));
+            made = reserve(&tls_made, round_up(k, 64) * kPanel * (T == F32 || kFloats ? 4 : 2));
             if (!made) {
                 __atomic_store_n(&status, HFP_NO_MEMORY, __ATOMIC_RELAXED);
                 return;
