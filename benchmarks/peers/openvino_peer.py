@@ -18,7 +18,8 @@ import openvino as ov
 import openvino_genai
 from hf_paged_peer import Peer, Request, Work, serve
 
-_PRECISION = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+#: what OpenVINO calls them, as a precision and as what a processor can do
+_PRECISIONS = {"float32": ("f32", "FP32"), "bfloat16": ("bf16", "BF16"), "float16": ("f16", "FP16")}
 _BLOCK = 32  # tokens in a block of the CPU plugin
 #: shorter common beginnings are not worth a request alone
 _WORTH_SHARING = 2 * _BLOCK
@@ -46,19 +47,21 @@ class OpenVinoPeer(Peer):
         scheduler.enable_prefix_caching = True
         scheduler.max_num_seqs = max(scheduler.max_num_seqs, self.job.max_seqs)
         scheduler.num_kv_blocks = -(-self.job.kv_tokens // _BLOCK) + 2 * self.job.max_seqs
-        precision = _PRECISION[self.job.dtype]
-        if precision.upper() not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            print(f"openvino: no {precision} on this processor, running in f32", file=sys.stderr)
-            precision = "f32"
+        self.precision, needed = _PRECISIONS[self.job.dtype]
+        if needed not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            self.precision = "f32"
         properties = {
             "INFERENCE_NUM_THREADS": self.job.threads,
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "KV_CACHE_PRECISION": self.precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         }
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             str(self.exported), scheduler_config=scheduler, device="CPU", properties=properties
         )
+
+    def details(self) -> dict[str, object]:
+        return {"precision": self.precision}
 
     def reset(self, work: Work) -> None:
         del self.pipeline

@@ -53,7 +53,7 @@ def test_a_product_with_packed_weights(
     norm = Norm(torch.rand(k) + 0.5, 1e-5)
     whole = torch.randn(70, k)
     results = []
-    for rows in (1, 2, 3, 11, 12, 13, 16, 17, 31, 32, 33, 70):
+    for rows in (*range(1, 34), 47, 48, 49, 70):
         x = whole[:rows]
         normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight).to(dtype)
         want = normed.double() @ weight.double().T + (0 if b is None else b.double())

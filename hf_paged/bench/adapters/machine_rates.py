@@ -1,8 +1,8 @@
 """Not an engine: what this machine multiplies and reads, with the threads that the peers have.
 
-Answers a run with ``details``: GFLOP/s of plain matrix products by shape, and GB/s read from buffers by size. Each is
-the best of several tries, since a floor is made of them. Buffers are as large as the model's weights, which may partly
-stay in a cache as the weights may, and 1 GiB.
+Answers a run with ``details``: GFLOP/s of plain matrix products by shape, in the dtype under test or in float32,
+whichever is faster, and GB/s read from buffers by size. Each is the best of several tries, since a floor is made of
+them. Buffers are as large as the model's weights, which may partly stay in a cache as the weights may, and 1 GiB.
 """
 
 from __future__ import annotations

@@ -49,13 +49,7 @@ constexpr int64_t kSerialBytes = 48 << 10;  // below this much K and V a second 
 constexpr float kLog2e = 1.4426950408889634f;
 const float kMinusInf = -__builtin_inff();
 
-#if HFP_W == 16
-constexpr int kStrip = 6;
-#elif HFP_W == 8
-constexpr int kStrip = 6;
-#else
-constexpr int kStrip = 2;
-#endif
+constexpr int kStrip = HFP_W >= 8 ? 6 : 2;
 
 // Groups of keys, and vectors of columns, that a strip of M rows takes at once: as many as there are registers for sums,
 // since few sums wait for each other.
@@ -162,28 +156,41 @@ HFP_INLINE void add_pairs(VF (&sums)[M][NV], const float* rows, int64_t ld, cons
     // Sums take most registers: the first numbers of all, then the second ones, which are loaded again.
     HFP_UNROLL for (int which = 0; which < 2; which++) {
         if (which) __asm__ volatile("" ::: "memory");
-        if (M < NV) {
-            VF a[M];
-            HFP_UNROLL for (int m = 0; m < M; m++) a[m] = splat(rows[m * ld + which]);
-            HFP_UNROLL for (int n = 0; n < NV; n++) {
-                const VF x = as_float(which ? pairs(n) & high : pairs(n) << 16);
-                HFP_UNROLL for (int m = 0; m < M; m++) fma_into(sums[m][n], a[m], x);
-            }
-        } else {
-            VF x[NV];
-            HFP_UNROLL for (int n = 0; n < NV; n++) x[n] = as_float(which ? pairs(n) & high : pairs(n) << 16);
-            HFP_UNROLL for (int m = 0; m < M; m++) {
-                const VF a = splat(rows[m * ld + which]);
-                HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(sums[m][n], a, x[n]);
-            }
-        }
+        add_outer<M, NV>(sums, [&](int m) HFP_INLINE_LAMBDA { return splat(rows[m * ld + which]); },
+                         [&](int n) HFP_INLINE_LAMBDA { return as_float(which ? pairs(n) & high : pairs(n) << 16); });
     }
 #endif
 }
 
-// Byte `at` of groups of `bytes` each, one behind the other. What comes next from memory is asked for in this order,
-// whatever the order in which it is read: memory gives strided lines at two thirds of the rate.
-HFP_INLINE const char* in_order(const char* const* groups, int64_t bytes, int64_t at) { return groups[at / bytes] + at % bytes; }
+// Asks memory for groups of `bytes` each, one behind the other, from byte `at` of the first one on. What comes next is
+// asked for in this order, whatever the order in which it is read: memory gives strided lines at two thirds of the rate.
+class InOrder {
+public:
+    HFP_INLINE_MEMBER InOrder(const char* const* groups, int64_t bytes, int64_t at = 0) {
+        const uint32_t whole = at ? static_cast<uint32_t>(at) / static_cast<uint32_t>(bytes) : 0;
+        bytes_ = bytes;
+        group_ = groups + whole;
+        next_ = *group_ + (at - whole * bytes);
+        left_ = bytes - (at - whole * bytes);
+    }
+
+    // The next N bytes, of which a group is a multiple.
+    template <int N>
+    HFP_INLINE_MEMBER void ask() {
+        if (!left_) {
+            next_ = *++group_;
+            left_ = bytes_;
+        }
+        HFP_UNROLL for (int x = 0; x < N; x += 64) prefetch<false>(next_ + x);
+        next_ += N;
+        left_ -= N;
+    }
+
+private:
+    const char* const* group_;
+    const char* next_;
+    int64_t bytes_, left_;
+};
 
 // S[m][16 g + lane] = sum_d Q[m][d] K[g][d][lane] for M rows and NG groups of 16 keys.
 template <class T, int M, int NG>
@@ -196,35 +203,29 @@ void score_strip(const typename T::Query* q, int64_t ldq, const char* const* k, 
     const char* kp[NG];
     HFP_UNROLL for (int g = 0; g < NG; g++) kp[g] = k[g];
     constexpr int kStep = T::kPaired ? 2 : 1, kRowBytes = T::kPaired ? 64 : kGroup * T::kSize;
-    for (int part = 0; part < NG; part++) {  // of the dimensions, while this group is asked for
-        const char* next = ahead[part];
-        const int end = dk * (part + 1) / NG;
-        for (int d = dk * part / NG; d < end; d += kStep, next += NG * kRowBytes) {
-            const int64_t row = static_cast<int64_t>(d / kStep) * kRowBytes;
-            HFP_UNROLL for (int x = 0; x < NG * kRowBytes; x += 64) prefetch<false>(next + x);
+    InOrder next(ahead, static_cast<int64_t>(dk / kStep) * kRowBytes);
+    for (int d = 0; d < dk; d += kStep) {
+        const int64_t row = static_cast<int64_t>(d / kStep) * kRowBytes;
+        next.ask<NG * kRowBytes>();
 #if HFP_BF16_DOT
-            if constexpr (T::kDot) {
-                __m512bh b[NV];
-                HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = (__m512bh)load_int(kp[n] + row);
-                HFP_UNROLL for (int m = 0; m < M; m++) {
-                    int32_t pair;
-                    memcpy(&pair, q + m * ldq + d, 4);
-                    const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
-                    HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
-                }
-                continue;
+        if constexpr (T::kDot) {
+            __m512bh b[NV];
+            HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = (__m512bh)load_int(kp[n] + row);
+            HFP_UNROLL for (int m = 0; m < M; m++) {
+                int32_t pair;
+                memcpy(&pair, q + m * ldq + d, 4);
+                const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+                HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
             }
+            continue;
+        }
 #endif
-            if constexpr (T::kPaired && !T::kDot) {
-                add_pairs<M, NV>(acc, q + d, ldq, [&](int n) HFP_INLINE_LAMBDA { return load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4); });
-            } else if constexpr (!T::kPaired) {
-                VF b[NV];
-                HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(kp[n / PER] + row + (n % PER) * HFP_W * T::kSize);
-                HFP_UNROLL for (int m = 0; m < M; m++) {
-                    const VF a = splat(q[m * ldq + d]);
-                    HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(acc[m][n], a, b[n]);
-                }
-            }
+        if constexpr (T::kPaired && !T::kDot) {
+            add_pairs<M, NV>(acc, q + d, ldq, [&](int n) HFP_INLINE_LAMBDA { return load_int(kp[n / PER] + row + (n % PER) * HFP_W * 4); });
+        } else if constexpr (!T::kPaired) {
+            add_outer<M, NV>(acc, [&](int m) HFP_INLINE_LAMBDA { return splat(q[m * ldq + d]); }, [&](int n) HFP_INLINE_LAMBDA {
+                return load_plain<T>(kp[n / PER] + row + (n % PER) * HFP_W * T::kSize);
+            });
         }
     }
     HFP_UNROLL for (int m = 0; m < M; m++) {
@@ -243,12 +244,12 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
     }
     constexpr int lane_bytes = T::kPaired ? 4 : T::kSize, kRows = T::kPaired ? kGroup / 2 : kGroup, kWide = NV * HFP_W * lane_bytes;
     const int64_t row_bytes = static_cast<int64_t>(dvp) * lane_bytes;
+    InOrder next(ahead, row_bytes * kRows, static_cast<int64_t>(c0) * lane_bytes * kRows * num_groups);
     for (int g = 0; g < num_groups; g++) {
         const char* row = v[g] + static_cast<int64_t>(c0) * lane_bytes;
-        const char* next = in_order(ahead, row_bytes * kRows, static_cast<int64_t>(c0) * lane_bytes * kRows * num_groups + g * kRows * kWide);
         const typename T::Weight* weight = p + g * kGroup;
-        for (int t = 0; t < kGroup; t += T::kPaired ? 2 : 1, row += row_bytes, next += kWide) {
-            HFP_UNROLL for (int x = 0; x < kWide; x += 64) prefetch<false>(next + x);
+        for (int t = 0; t < kGroup; t += T::kPaired ? 2 : 1, row += row_bytes) {
+            next.ask<kWide>();
 #if HFP_BF16_DOT
             if constexpr (T::kDot) {
                 __m512bh b[NV];
@@ -265,12 +266,8 @@ void value_strip(const typename T::Weight* p, const char* const* v, const char* 
             if constexpr (T::kPaired && !T::kDot) {
                 add_pairs<M, NV>(acc, weight + t, kMaxChunk, [&](int n) HFP_INLINE_LAMBDA { return load_int(row + n * HFP_W * 4); });
             } else if constexpr (!T::kPaired) {
-                VF b[NV];
-                HFP_UNROLL for (int n = 0; n < NV; n++) b[n] = load_plain<T>(row + n * HFP_W * T::kSize);
-                HFP_UNROLL for (int m = 0; m < M; m++) {
-                    const VF a = splat(weight[m * kMaxChunk + t]);
-                    HFP_UNROLL for (int n = 0; n < NV; n++) fma_into(acc[m][n], a, b[n]);
-                }
+                add_outer<M, NV>(acc, [&](int m) HFP_INLINE_LAMBDA { return splat(weight[m * kMaxChunk + t]); },
+                                 [&](int n) HFP_INLINE_LAMBDA { return load_plain<T>(row + n * HFP_W * T::kSize); });
             }
         }
     }
@@ -293,18 +290,17 @@ void score_strip_as_tile(const float* q, int64_t ldq, const char* const* k, cons
     }
     const char* kp[NG];
     HFP_UNROLL for (int n = 0; n < NG; n++) kp[n] = k[n];
+    InOrder next(ahead, static_cast<int64_t>(dk) * 32);
     for (int d0 = 0; d0 < dk; d0 += kTileDims) {
         VF even[M][NG], odd[M][NG];
         HFP_UNROLL for (int m = 0; m < M; m++) {
             HFP_UNROLL for (int n = 0; n < NG; n++) even[m][n] = odd[m][n] = VF{};
         }
-        const char* next = nullptr;
-        for (int d = d0; d < d0 + kTileDims; d += 2, next += NG * 64) {
+        for (int d = d0; d < d0 + kTileDims; d += 2) {
             const int64_t row = static_cast<int64_t>(d) * 32;
-            if (d % (kTileDims / NG) == 0) next = in_order(ahead, static_cast<int64_t>(dk) * 32, row * NG);
+            next.ask<NG * 64>();
             VF low[NG], high[NG];
             HFP_UNROLL for (int n = 0; n < NG; n++) {
-                prefetch<false>(next + n * 64);
                 const VI pair = in_register(load_int(kp[n] + row));
                 low[n] = as_float(pair << 16);
                 high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
@@ -333,18 +329,18 @@ void value_strip_as_tile(const float* p, const char* const* v, const char* const
         HFP_UNROLL for (int n = 0; n < NV; n++) acc[m][n] = a * load(o + m * dvp + n * HFP_W);
     }
     const int64_t row_bytes = static_cast<int64_t>(dvp) * 4;
+    InOrder next(ahead, row_bytes * (kGroup / 2), static_cast<int64_t>(c0) * 4 * (kGroup / 2) * num_groups);
     for (int g = 0; g < num_groups; g++) {
         const char* row = v[g] + static_cast<int64_t>(c0) * 4;
-        const char* next = in_order(ahead, row_bytes * (kGroup / 2), static_cast<int64_t>(c0) * 4 * (kGroup / 2) * num_groups + g * (kGroup / 2) * NV * 64);
         const float* weight = p + g * kGroup;
         VF even[M][NV], odd[M][NV];
         HFP_UNROLL for (int m = 0; m < M; m++) {
             HFP_UNROLL for (int n = 0; n < NV; n++) even[m][n] = odd[m][n] = VF{};
         }
-        for (int t = 0; t < kGroup; t += 2, row += row_bytes, next += NV * 64) {
+        for (int t = 0; t < kGroup; t += 2, row += row_bytes) {
+            next.ask<NV * 64>();
             VF low[NV], high[NV];
             HFP_UNROLL for (int n = 0; n < NV; n++) {
-                prefetch<false>(next + n * 64);
                 const VI pair = in_register(load_int(row + n * 64));
                 low[n] = as_float(pair << 16);
                 high[n] = as_float(pair & splat_int(static_cast<int32_t>(0xffff0000u)));
@@ -929,9 +925,9 @@ HFP_INLINE void amx_value_columns(const uint16_t* p, const char* const* v, const
         _tile_loadd(2, o + c0 + 32, stride);
         _tile_loadd(3, o + c0 + 48, stride);
     }
+    InOrder next(ahead, stride * 8, static_cast<int64_t>(c0) * 4 * 8 * num_groups);
     for (int g = 0; g < num_groups; g++) {
         const char* b = v[g] + c0 * 4;
-        const char* next = in_order(ahead, stride * 8, static_cast<int64_t>(c0) * 4 * 8 * num_groups + g * 8 * TILES * 64);
         _tile_loadd(5, p + g * kGroup, kMaxChunk * 2);
         _tile_loadd(7, b, stride);
         _tile_dpbf16ps(0, 5, 7);
@@ -943,7 +939,7 @@ HFP_INLINE void amx_value_columns(const uint16_t* p, const char* const* v, const
             _tile_loadd(7, b + 192, stride);
             _tile_dpbf16ps(3, 5, 7);
         }
-        for (int line = 0; line < 8 * TILES; line++) prefetch<false>(next + line * 64);
+        for (int pair = 0; pair < 8; pair++) next.ask<TILES * 64>();
     }
     _tile_stored(0, o + c0, stride);
     _tile_stored(1, o + c0 + 16, stride);

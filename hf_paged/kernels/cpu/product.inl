@@ -18,14 +18,13 @@ namespace {
 
 constexpr int kPanel = 32;
 constexpr int kVectors = kPanel / HFP_W;
-// Rows and vectors of a tile, by what room there is for sums in registers: with two vectors few loads feed many
-// products, with four a few rows have sums enough to hide how long each takes.
+// Rows of a tile two vectors wide, by what room there is for sums in registers: so few loads feed many products. Up to
+// kFew rows have one of four vectors, for sums enough to hide how long each takes; two vectors of 16 are a panel.
 constexpr int kTile = HFP_W == 16 ? 12 : 6;
 constexpr int kFew = HFP_W == 16 ? 0 : 3;
+constexpr int kManyRows = 48;  // from so many on, a copy of a panel of BF16 in floats is worth it
 constexpr int kAhead = 4096;  // bytes of a panel that are asked for before they are needed
 constexpr int kRowsAhead = 2048;  // and of rows that are tiled
-
-constexpr int kManyRows = 48;  // it is worth it to make a copy of a panel in floats for
 
 // Runs body(thread, threads), with one thread where there is little to do.
 template <class Body>
@@ -72,8 +71,8 @@ constexpr Number kBytesAs = I16;
 constexpr int kRowOffset = 0;
 #endif
 
-// What rows are multiplied as: where the processor multiplies no pairs of BF16, their numbers are widened once instead of
-// in every product.
+// What rows are multiplied as: where the processor multiplies no pairs of BF16, all of them are widened once, and not
+// again for each panel. Rows for weights as they are stay BF16.
 #if defined(__AVX512BF16__)
 constexpr Number kPairsAs = BF16;
 #else
@@ -81,6 +80,8 @@ constexpr Number kPairsAs = F32;
 #endif
 template <Number T>
 constexpr Number kRowsAs = T == BF16 ? kPairsAs : T == I8 ? kBytesAs : T;
+template <Number T>
+constexpr bool kFloats = T == BF16 && kRowsAs<T> == F32;
 
 template <Number T>
 HFP_INLINE int64_t panel_bytes(int k) {
@@ -150,21 +151,16 @@ HFP_INLINE void multiply(const char* panel, int column, int k, const char* a, in
     if (T == F32) {
         for (int i = 0; i < k; i++) {
             const float* w = reinterpret_cast<const float*>(panel) + static_cast<int64_t>(i) * kPanel + column;
-            if (BEGINS) {
-                for (int line = 0; line < kLines; line++) prefetch<false>(reinterpret_cast<const char*>(w) + kAhead + 64 * line);
+            if (BEGINS) {  // all columns, in the order in which they lie
+                prefetch<false>(reinterpret_cast<const char*>(w) + kAhead);
+                prefetch<false>(reinterpret_cast<const char*>(w) + kAhead + 64);
             }
-            VF b[VECTORS];
-            HFP_UNROLL for (int v = 0; v < VECTORS; v++) b[v] = in_register(load(w + v * HFP_W));
-            HFP_UNROLL for (int r = 0; r < ROWS; r++) {
-                float number;
-                memcpy(&number, a + r * stride + i * 4, 4);
-                const VF x = splat(number);
-                HFP_UNROLL for (int v = 0; v < VECTORS; v++) fma_into(acc[r][v], x, b[v]);
-            }
+            add_outer<ROWS, VECTORS>(acc, [&](int r) HFP_INLINE_LAMBDA { return splat_at(a + r * stride + i * 4); },
+                                     [&](int v) HFP_INLINE_LAMBDA { return in_register(load(w + v * HFP_W)); });
         }
     } else {
         const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
-        constexpr int kDwords = T == BF16 && kRowsAs<T> == F32 ? 2 : 1;  // of a row that one of a panel is multiplied with
+        constexpr int kDwords = kFloats<T> ? 2 : 1;  // of a row that one of a panel is multiplied with
         const char* w = panel + column / 16 * 1024 + column % 16 * 4;
         const char* const end = w + round_up(k, kDepth<T>) * kBytes<T> * kPanel;
         for (; w < end; w += 1024) {
@@ -172,24 +168,19 @@ HFP_INLINE void multiply(const char* panel, int column, int k, const char* a, in
                 if (BEGINS) {
                     for (int line = 0; line < kLines; line++) prefetch<false>(w + kAhead + 1024 * line);
                 }
-                HFP_UNROLL for (int which = 0; which < kDwords; which++) {
-                    Dwords b[VECTORS];
-                    HFP_UNROLL for (int v = 0; v < VECTORS; v++) {
-                        const VI x = load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4);
-                        b[v] = (Dwords)(kDwords == 1 ? x : which ? x & high : x << 16);
-                    }
-                    HFP_UNROLL for (int r = 0; r < ROWS; r++) {
-                        int32_t dword;
-                        memcpy(&dword, a + r * stride + 4 * which, 4);
-                        const Dwords x = (Dwords)splat_int(dword);
-                        HFP_UNROLL for (int v = 0; v < VECTORS; v++) {
-                            if (kDwords > 1) {
-                                fma_into(acc[r][v], (VF)x, (VF)b[v]);
-                            } else {
-                                acc[r][v] = add_products<T>(acc[r][v], x, b[v]);
-                            }
-                        }
-                    }
+                const auto dwords = [&](int v) HFP_INLINE_LAMBDA { return load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4); };
+                HFP_UNROLL for (int which = 0; kFloats<T> && which < 2; which++) {
+                    add_outer<ROWS, VECTORS>(acc, [&](int r) HFP_INLINE_LAMBDA { return splat_at(a + r * stride + 4 * which); },
+                                             [&](int v) HFP_INLINE_LAMBDA { return as_float(which ? dwords(v) & high : dwords(v) << 16); });
+                }
+                if (kFloats<T>) continue;
+                Dwords b[VECTORS];
+                HFP_UNROLL for (int v = 0; v < VECTORS; v++) b[v] = (Dwords)dwords(v);
+                HFP_UNROLL for (int r = 0; r < ROWS; r++) {
+                    int32_t dword;
+                    memcpy(&dword, a + r * stride, 4);
+                    const Dwords x = (Dwords)splat_int(dword);
+                    HFP_UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = add_products<T>(acc[r][v], x, b[v]);
                 }
             }
         }
@@ -210,22 +201,27 @@ HFP_INLINE void multiply_up_to(int rows, const char* panel, int column, int k, c
 template <Number T, bool BEGINS>
 __attribute__((noinline)) void multiply_rows(int rows, const char* panel, int k, const char* a, int64_t stride, float* tile) {
     if constexpr (kFew > 0) {
-        for (int column = 0; rows <= kFew && column < kPanel; column += 4 * HFP_W) {
-            multiply_up_to<T, 1, kFew, 4, BEGINS>(rows, panel, column, k, a, stride, tile);
+        if (rows <= kFew) {
+            for (int column = 0; column < kPanel; column += 4 * HFP_W) {
+                multiply_up_to<T, 1, kFew, 4, BEGINS>(rows, panel, column, k, a, stride, tile);
+            }
+            return;
         }
-        if (rows <= kFew) return;
     }
+    constexpr int kLeast = kFew ? kFew : 1;
     const int tiles = (rows + kTile - 1) / kTile;
     for (int column = 0; column < kPanel; column += 2 * HFP_W) {
         for (int i = 0; i < tiles; i++) {
             const int first = rows * i / tiles, here = rows * (i + 1) / tiles - first;
             const char* from = a + first * stride;
             float* to = tile + first * kPanel;
-            if (BEGINS && i == 0) {
-                multiply_up_to<T, kFew ? kFew : 1, kTile, 2, true>(here, panel, column, k, from, stride, to);
-            } else {
-                multiply_up_to<T, kFew ? kFew : 1, kTile, 2, false>(here, panel, column, k, from, stride, to);
+            if constexpr (BEGINS) {
+                if (i == 0 && (T != F32 || column == 0)) {
+                    multiply_up_to<T, kLeast, kTile, 2, true>(here, panel, column, k, from, stride, to);
+                    continue;
+                }
             }
+            multiply_up_to<T, kLeast, kTile, 2, false>(here, panel, column, k, from, stride, to);
         }
     }
 }
@@ -507,7 +503,7 @@ HFP_INLINE Rows widened(const Rows& from, int64_t rows, int64_t k, char* memory,
 }
 
 thread_local Scratch tls_rows;
-constexpr int64_t kMostKept = 16 << 20;
+constexpr int64_t kMostKept = 32 << 20;
 
 // Calls finish(row, rows, p, tile) for every tile of panel p and rows [top, bottom) of `a`, which may be read up to a
 // multiple of their depth. `made` is memory for a copy of the panel where one is multiplied instead. `as_tile` makes of
@@ -540,11 +536,10 @@ HFP_INLINE void multiply_panel(
         }
         return;
     }
-    constexpr bool kFloats = T == BF16 && kRowsAs<T> == F32;
     if (made) {
         if (linear->scale) {
-            widen<kFloats ? F32 : kKind>(panel, k, made);
-        } else if (kFloats) {
+            widen<kFloats<T> ? F32 : kKind>(panel, k, made);
+        } else if (kFloats<T>) {
             widen_pairs(panel, a.ld, made);
         }
         panel = made;
@@ -567,7 +562,7 @@ HFP_INLINE void multiply_panel(
         const int here = static_cast<int>(bottom - at < kPanel ? bottom - at : kPanel);
         const char* from = place<kRowsAs<T>>(a, at, 0);
         const int64_t stride = a.ld * kBytes<kRowsAs<T>>;
-        if (kFloats && made) {
+        if (kFloats<T> && made) {
             multiply_rows<F32, false>(here, panel, static_cast<int>(a.ld), from, stride, tile);
         } else if (at == top && !made) {  // later rows find the panel in the cache
             multiply_rows<kKind, true>(here, panel, k, from, stride, tile);
@@ -606,8 +601,8 @@ template <Number T, class Finish>
 HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_threads, const Finish& finish) {
     const int k = linear->k;
     const int64_t panels = round_up(linear->n, kPanel) / kPanel;
-    constexpr bool kWidens = kRowsAs<T> != T;
-    if (kWidens && !linear->as_they_are) {
+    if (!rows) return HFP_OK;
+    if (kRowsAs<T> != T && !linear->as_they_are) {
         char* memory = reserve(&tls_rows, rows * round_up(k, kDepth<T>) * kBytes<kRowsAs<T>>);
         if (!memory) return HFP_NO_MEMORY;
         a = widened<T>(a, rows, k, memory, num_threads);
@@ -637,14 +632,13 @@ HFP_INLINE int product(const hfp_linear* linear, Rows a, int64_t rows, int num_t
         range.top *= kPanel;
         range.bottom = range.bottom * kPanel < rows ? range.bottom * kPanel : rows;
     }
-    constexpr bool kFloats = T == BF16 && kRowsAs<T> == F32;
     const bool makes = (HFP_USE_AMX && linear->as_they_are) || (linear->scale && (T != I8 || kBytesAs != I8)) ||
-                       (kFloats && !linear->as_they_are && rows >= kManyRows * groups);
+                       (kFloats<T> && !linear->as_they_are && rows >= kManyRows * groups);
     int status = HFP_OK;
     parallel(num_threads, panels * k * kPanel > (8 << 10), [&](int t, int) {
         char* made = nullptr;
         if (makes) {
-            made = reserve(&tls_made, round_up(k, 64) * kPanel * (T == F32 || kFloats ? 4 : 2));
+            made = reserve(&tls_made, round_up(k, 64) * kPanel * (T == F32 || kFloats<T> ? 4 : 2));
             if (!made) {
                 __atomic_store_n(&status, HFP_NO_MEMORY, __ATOMIC_RELAXED);
                 return;

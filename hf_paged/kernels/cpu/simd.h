@@ -1,6 +1,6 @@
 // Vectors of W floats and the few operations attention needs, for the instruction set this file is compiled for.
 //
-// Included by attend.inl once per instruction set. Everything has internal linkage: were one of these functions merged
+// Included by attend.inl and product.inl, which are compiled once per instruction set. Everything has internal linkage: were one of these functions merged
 // by the linker across instruction sets, an old CPU could end up in AVX-512 code. For the same reason no header of the
 // C++ standard library is used here.
 #pragma once
@@ -36,6 +36,11 @@ HFP_INLINE VF load(const float* p) { return *reinterpret_cast<const VFu*>(p); }
 HFP_INLINE void store(float* p, VF v) { *reinterpret_cast<VFu*>(p) = v; }
 HFP_INLINE VI load_int(const void* p) { return *reinterpret_cast<const VIu*>(p); }
 HFP_INLINE VF splat(float x) { return x - VF{}; }
+HFP_INLINE VF splat_at(const char* p) {
+    float x;
+    memcpy(&x, p, 4);
+    return splat(x);
+}
 HFP_INLINE VI splat_int(int32_t x) { return x - VI{}; }
 HFP_INLINE VF as_float(VI x) { return (VF)x; }
 HFP_INLINE VI as_int(VF x) { return (VI)x; }
@@ -68,6 +73,27 @@ HFP_INLINE void fma_into(VF& sum, VF a, VF b) {
 #else
     sum = fma(a, b, sum);
 #endif
+}
+
+// sums[m][n] += row(m) * column(n). The fewer of both are held in registers, of the others one at a time: with M * N sums
+// there is room for no more.
+template <int M, int N, class Row, class Column>
+HFP_INLINE void add_outer(VF (&sums)[M][N], const Row& row, const Column& column) {
+    if (M < N) {
+        VF a[M];
+        HFP_UNROLL for (int m = 0; m < M; m++) a[m] = row(m);
+        HFP_UNROLL for (int n = 0; n < N; n++) {
+            const VF b = column(n);
+            HFP_UNROLL for (int m = 0; m < M; m++) fma_into(sums[m][n], a[m], b);
+        }
+    } else {
+        VF b[N];
+        HFP_UNROLL for (int n = 0; n < N; n++) b[n] = column(n);
+        HFP_UNROLL for (int m = 0; m < M; m++) {
+            const VF a = row(m);
+            HFP_UNROLL for (int n = 0; n < N; n++) fma_into(sums[m][n], a, b[n]);
+        }
+    }
 }
 
 HFP_INLINE VF vmax(VF a, VF b) {
