@@ -168,7 +168,7 @@ def test_gradients_flow_through_a_first_forward() -> None:
         model(batch, labels=batch, past_key_values=cache).loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     for other in grads[1:]:
-        for a, b in zip(grads[0], other, strict=True):  # of up to 14
+        for a, b in zip(grads[0], other, strict=True):  # gradients of up to 14
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
 
 

@@ -136,32 +136,6 @@ HFP_INLINE void store_out(char* out, int64_t index, float x) {
 
 // ---------------------------------------------------------------------------------------------- micro kernels
 
-// sums[m][n] += rows[m][0] * the first numbers of pairs(n), pairs of bfloat16, + rows[m][1] * the second ones.
-template <int M, int NV, class Pairs>
-HFP_INLINE void add_pairs(VF (&sums)[M][NV], const float* rows, int64_t ld, const Pairs& pairs) {
-    const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
-#if HFP_W == 16
-    VF first[NV], second[NV];
-    HFP_UNROLL for (int n = 0; n < NV; n++) {
-        const VI both = in_register(pairs(n));
-        first[n] = as_float(both << 16);
-        second[n] = as_float(both & high);
-    }
-    HFP_UNROLL for (int m = 0; m < M; m++) {
-        const VF a0 = in_register(splat(rows[m * ld])), a1 = in_register(splat(rows[m * ld + 1]));
-        HFP_UNROLL for (int n = 0; n < NV; n++) sums[m][n] = fma(a0, first[n], sums[m][n]);
-        HFP_UNROLL for (int n = 0; n < NV; n++) sums[m][n] = fma(a1, second[n], sums[m][n]);
-    }
-#else
-    // Sums take most registers: the first numbers of all, then the second ones, which are loaded again.
-    HFP_UNROLL for (int which = 0; which < 2; which++) {
-        if (which) __asm__ volatile("" ::: "memory");
-        add_outer<M, NV>(sums, [&](int m) HFP_INLINE_LAMBDA { return splat(rows[m * ld + which]); },
-                         [&](int n) HFP_INLINE_LAMBDA { return as_float(which ? pairs(n) & high : pairs(n) << 16); });
-    }
-#endif
-}
-
 // Asks memory for groups of `bytes` each, one behind the other, from byte `at` of the first one on. What comes next is
 // asked for in this order, whatever the order in which it is read: memory gives strided lines at two thirds of the rate.
 class InOrder {

@@ -142,7 +142,7 @@ HFP_INLINE VF add_products(VF sum, Dwords x, Dwords w) {
 }
 
 // Columns [column, column + VECTORS * W) of tile[r] of ROWS rows of `a` (`stride` bytes apart, of kRowsAs<T>) with one
-// panel, which comes from memory where it BEGINS; int32 for I8 and I16.
+// panel; int32 for I8 and I16. Where the panel BEGINS it comes from memory: these columns, or of F32 all.
 template <Number T, int ROWS, int VECTORS, bool BEGINS>
 HFP_INLINE void multiply(const char* panel, int column, int k, const char* a, int64_t stride, float* tile) {
     constexpr int kLines = (VECTORS * HFP_W + 15) / 16;
@@ -151,7 +151,7 @@ HFP_INLINE void multiply(const char* panel, int column, int k, const char* a, in
     if (T == F32) {
         for (int i = 0; i < k; i++) {
             const float* w = reinterpret_cast<const float*>(panel) + static_cast<int64_t>(i) * kPanel + column;
-            if (BEGINS) {  // all columns, in the order in which they lie
+            if (BEGINS) {
                 prefetch<false>(reinterpret_cast<const char*>(w) + kAhead);
                 prefetch<false>(reinterpret_cast<const char*>(w) + kAhead + 64);
             }
@@ -159,7 +159,6 @@ HFP_INLINE void multiply(const char* panel, int column, int k, const char* a, in
                                      [&](int v) HFP_INLINE_LAMBDA { return in_register(load(w + v * HFP_W)); });
         }
     } else {
-        const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
         constexpr int kDwords = kFloats<T> ? 2 : 1;  // of a row that one of a panel is multiplied with
         const char* w = panel + column / 16 * 1024 + column % 16 * 4;
         const char* const end = w + round_up(k, kDepth<T>) * kBytes<T> * kPanel;
@@ -169,11 +168,10 @@ HFP_INLINE void multiply(const char* panel, int column, int k, const char* a, in
                     for (int line = 0; line < kLines; line++) prefetch<false>(w + kAhead + 1024 * line);
                 }
                 const auto dwords = [&](int v) HFP_INLINE_LAMBDA { return load_int(w + v * HFP_W / 16 * 1024 + v * HFP_W % 16 * 4); };
-                HFP_UNROLL for (int which = 0; kFloats<T> && which < 2; which++) {
-                    add_outer<ROWS, VECTORS>(acc, [&](int r) HFP_INLINE_LAMBDA { return splat_at(a + r * stride + 4 * which); },
-                                             [&](int v) HFP_INLINE_LAMBDA { return as_float(which ? dwords(v) & high : dwords(v) << 16); });
+                if (kFloats<T>) {
+                    add_pairs(acc, reinterpret_cast<const float*>(a), stride / 4, [&](int v) HFP_INLINE_LAMBDA { return (VI)dwords(v); });
+                    continue;
                 }
-                if (kFloats<T>) continue;
                 Dwords b[VECTORS];
                 HFP_UNROLL for (int v = 0; v < VECTORS; v++) b[v] = (Dwords)dwords(v);
                 HFP_UNROLL for (int r = 0; r < ROWS; r++) {
@@ -479,7 +477,6 @@ HFP_INLINE Rows to_tiles(const Rows& from, int64_t rows, int64_t k, char* memory
     });
     return to;
 }
-
 #endif
 
 // Copies of rows in the numbers that they are multiplied as.

@@ -1,8 +1,8 @@
 // Vectors of W floats and the few operations attention needs, for the instruction set this file is compiled for.
 //
-// Included by attend.inl and product.inl, which are compiled once per instruction set. Everything has internal linkage: were one of these functions merged
-// by the linker across instruction sets, an old CPU could end up in AVX-512 code. For the same reason no header of the
-// C++ standard library is used here.
+// Included by attend.inl and product.inl, which are compiled once per instruction set. Everything has internal linkage:
+// were one of these functions merged by the linker across instruction sets, an old CPU could end up in AVX-512 code. For
+// the same reason no header of the C++ standard library is used here.
 #pragma once
 
 #include <stdint.h>
@@ -94,6 +94,32 @@ HFP_INLINE void add_outer(VF (&sums)[M][N], const Row& row, const Column& column
             HFP_UNROLL for (int n = 0; n < N; n++) fma_into(sums[m][n], a, b[n]);
         }
     }
+}
+
+// sums[m][n] += rows[m][0] * the first numbers of pairs(n), pairs of bfloat16, + rows[m][1] * the second ones.
+template <int M, int N, class Pairs>
+HFP_INLINE void add_pairs(VF (&sums)[M][N], const float* rows, int64_t ld, const Pairs& pairs) {
+    const VI high = splat_int(static_cast<int32_t>(0xffff0000u));
+#if HFP_W == 16
+    VF first[N], second[N];
+    HFP_UNROLL for (int n = 0; n < N; n++) {
+        const VI both = in_register(pairs(n));
+        first[n] = as_float(both << 16);
+        second[n] = as_float(both & high);
+    }
+    HFP_UNROLL for (int m = 0; m < M; m++) {
+        const VF a0 = in_register(splat(rows[m * ld])), a1 = in_register(splat(rows[m * ld + 1]));
+        HFP_UNROLL for (int n = 0; n < N; n++) sums[m][n] = fma(a0, first[n], sums[m][n]);
+        HFP_UNROLL for (int n = 0; n < N; n++) sums[m][n] = fma(a1, second[n], sums[m][n]);
+    }
+#else
+    // Sums take most registers: the first numbers of all, then the second ones, which are loaded again.
+    HFP_UNROLL for (int which = 0; which < 2; which++) {
+        if (which) __asm__ volatile("" ::: "memory");
+        add_outer<M, N>(sums, [&](int m) HFP_INLINE_LAMBDA { return splat(rows[m * ld + which]); },
+                         [&](int n) HFP_INLINE_LAMBDA { return as_float(which ? pairs(n) & high : pairs(n) << 16); });
+    }
+#endif
 }
 
 HFP_INLINE VF vmax(VF a, VF b) {
